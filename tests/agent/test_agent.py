@@ -22,14 +22,14 @@ ANSWER = [{"reasoning": "easy", "content": "42"}]
 LOOK = {"tool_calls": [{"name": "list_files", "arguments": {}}]}
 
 
-def scripted(tmp_path: Path, script: list[Any], **more: Any) -> AIAgent:
+def make_agent(tmp_path: Path, script: list[Any], **more: Any) -> AIAgent:
     return AIAgent(
         "scripted", script=script, enabled_toolsets=["file"], output_dir=tmp_path, **more
     )
 
 
 def test_chat_gives_the_final_text(tmp_path: Path) -> None:
-    assert scripted(tmp_path, ANSWER).chat("What is it?") == "42"
+    assert make_agent(tmp_path, ANSWER).chat("What is it?") == "42"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_conversation_reports_all_its_events(tmp_path: Path) -> None:
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello"},
     ]
-    agent = scripted(tmp_path, [LOOK, *ANSWER], system_prompt="Be brief.")
+    agent = make_agent(tmp_path, [LOOK, *ANSWER], system_prompt="Be brief.")
     result = agent.run_conversation("And?", conversation_history=history, task_id="t1")
     roles = [message["role"] for message in result["messages"]]
     assert roles == ["system", "user", "assistant", "user", "assistant", "tool", "assistant"]
@@ -63,23 +63,23 @@ def test_a_conversation_reports_all_its_events(tmp_path: Path) -> None:
 
 
 def test_the_system_message_of_a_call_wins(tmp_path: Path) -> None:
-    agent = scripted(tmp_path, ANSWER, system_prompt="default")
+    agent = make_agent(tmp_path, ANSWER, system_prompt="default")
     result = agent.run_conversation("x", system_message="mine")
     assert result["messages"][0]["content"] == "mine"
 
 
 def test_a_conversation_that_reaches_its_limit_is_partial(tmp_path: Path) -> None:
-    result = scripted(tmp_path, [LOOK] * 3, max_turns=2).run_conversation("x")
+    result = make_agent(tmp_path, [LOOK] * 3, max_turns=2).run_conversation("x")
     assert (result["status"], result["partial"]) == ("max_turns", True)
     assert result["final_response"] == ""
 
 
 def test_every_way_out_is_saved(tmp_path: Path) -> None:
     """Completed ones in one file; early endings, failures and rejects in the other."""
-    scripted(tmp_path, ANSWER, save_trajectories=True).chat("good")
-    scripted(tmp_path, [LOOK] * 2, save_trajectories=True, max_turns=1).chat("bound")
-    scripted(tmp_path, [LOOK], save_trajectories=True).chat("failed")
-    scripted(tmp_path, [{"content": "<tool_call>"}], save_trajectories=True).chat("forged")
+    make_agent(tmp_path, ANSWER, save_trajectories=True).chat("good")
+    make_agent(tmp_path, [LOOK] * 2, save_trajectories=True, max_turns=1).chat("bound")
+    make_agent(tmp_path, [LOOK], save_trajectories=True).chat("failed")
+    make_agent(tmp_path, [{"content": "<tool_call>"}], save_trajectories=True).chat("forged")
     (good,) = lines(tmp_path / COMPLETED_FILE)
     assert set(good) == {"conversations", "timestamp", "model", "completed", "status"}
     assert [turn["from"] for turn in good["conversations"]] == ["system", "human", "gpt"]
@@ -113,7 +113,7 @@ def test_it_works_inside_a_running_event_loop(tmp_path: Path) -> None:
     """A notebook has a loop of its own."""
 
     async def notebook() -> str:
-        return scripted(tmp_path, ANSWER).chat("x")
+        return make_agent(tmp_path, ANSWER).chat("x")
 
     assert asyncio.run(notebook()) == "42"
 
@@ -173,6 +173,6 @@ def test_the_row_is_the_same_as_that_of_a_batch_run(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": script})
     run(tmp_path, dataset_file="p.jsonl", run_name="r", model="scripted", enabled_toolsets="file")
     (batch_row,) = lines(tmp_path / "trajectories" / "r.jsonl")
-    scripted(tmp_path, script, save_trajectories=True).chat("x")
+    make_agent(tmp_path, script, save_trajectories=True).chat("x")
     (single_row,) = lines(tmp_path / COMPLETED_FILE)
     assert json.dumps(single_row["conversations"]) == json.dumps(batch_row["conversations"])

@@ -54,7 +54,7 @@ def opaque(block: dict[str, Any], **api: str) -> FlatMessage:
     return {"type": "opaque", "block": block, **api}
 
 
-def untimed(flat: list[FlatMessage]) -> list[FlatMessage]:
+def drop_times(flat: list[FlatMessage]) -> list[FlatMessage]:
     return [{k: v for k, v in message.items() if k != "ts"} for message in flat]
 
 
@@ -131,7 +131,7 @@ def test_extend_takes_each_shape_as_it_is(message: FlatMessage) -> None:
     session = FlatSession(messages=[])
     assert extend_session(session, USER) is session
     assert extend_session(session, message) is session
-    assert untimed(session["messages"]) == [USER, message]
+    assert drop_times(session["messages"]) == [USER, message]
 
 
 @pytest.mark.parametrize(
@@ -190,20 +190,20 @@ def test_extend_refuses_what_is_nested_too_deep_to_be_written_again() -> None:
 
 def test_init_gives_system_and_user() -> None:
     """A new session is exactly the system and the user message."""
-    assert untimed(init_session("Be kind.", "Go.")["messages"]) == [SYSTEM, USER]
+    assert drop_times(init_session("Be kind.", "Go.")["messages"]) == [SYSTEM, USER]
 
 
 def test_init_without_a_system_prompt() -> None:
     """None gives no system message; an empty prompt is one, though an empty one."""
-    assert untimed(init_session(None, "Go.")["messages"]) == [USER]
-    assert untimed(init_session("", "Go.")["messages"]) == [{**SYSTEM, "content": ""}, USER]
+    assert drop_times(init_session(None, "Go.")["messages"]) == [USER]
+    assert drop_times(init_session("", "Go.")["messages"]) == [{**SYSTEM, "content": ""}, USER]
 
 
 def test_send_says_something_for_the_user() -> None:
     """`send` appends a user message and gives the same session."""
     session = init_session(None, "Go.")
     assert send(session, "On.") is session
-    assert untimed(session["messages"]) == [USER, {"role": "user", "content": "On."}]
+    assert drop_times(session["messages"]) == [USER, {"role": "user", "content": "On."}]
 
 
 def test_extend_keeps_a_copy() -> None:
@@ -261,7 +261,7 @@ def test_a_session_survives_json(flat: list[FlatMessage]) -> None:
     session = FlatSession(messages=[])
     for message in flat:
         extend_session(session, message)
-    assert untimed(session["messages"]) == untimed(flat)
+    assert drop_times(session["messages"]) == drop_times(flat)
     assert json.loads(json.dumps(session)) == session
     assert orjson.loads(orjson.dumps(session)) == session
 
@@ -274,8 +274,8 @@ def test_the_round_trip_keeps_everything(flat: list[FlatMessage]) -> None:
     """What goes to the API is read back as the same items, and nothing given is altered."""
     before = copy.deepcopy(flat)
     replies = [message for message in to_api_messages(flat) if message["role"] == "assistant"]
-    back = [item for reply in replies for item in untimed(parse_response(reply))]
-    said = [item for item in untimed(flat) if "output" not in item and not is_said_to_it(item)]
+    back = [item for reply in replies for item in drop_times(parse_response(reply))]
+    said = [item for item in drop_times(flat) if "output" not in item and not is_said_to_it(item)]
     kept = [item for item in said if item.get("role") != "assistant" or item["content"].strip()]
     for item, read in zip(kept, back, strict=True):
         if item.get("type") == "tool_call" and not isinstance(item["input"], dict):
@@ -368,7 +368,7 @@ def refuse_to_answer(tools: Any, session: Any) -> dict[str, Any]:
 def test_arguments_are_read_where_they_can_be(written: Any, given: Any) -> None:
     """An input is the JSON that the model wrote, or its text if that is no object."""
     block = {"type": "tool_use", "id": "c1", "name": "look", "input": written}
-    flat = untimed(parse_response(reply(block)))
+    flat = drop_times(parse_response(reply(block)))
     assert flat == [{**call(), "input": given}]
     assert extend_session(FlatSession(messages=[]), flat[0])["messages"][0]["input"] == given
 
@@ -423,7 +423,7 @@ def test_a_signature_goes_back_unchanged(thought: str, signature: dict[str, str]
     """A thought and its signature come back to the API as they came; none gives no key."""
     block = {"type": "thinking", "thinking": thought, **signature}
     flat = parse_response(reply(block, {"type": "text", "text": "Hi."}))
-    assert untimed(flat) == [thinking(thought, **signature), text("Hi.")]
+    assert drop_times(flat) == [thinking(thought, **signature), text("Hi.")]
     (message,) = to_api_messages(json.loads(json.dumps(flat)))
     assert message["content"][0] == block
 
@@ -431,7 +431,7 @@ def test_a_signature_goes_back_unchanged(thought: str, signature: dict[str, str]
 def test_a_signature_that_is_null_is_none() -> None:
     """An endpoint that signs nothing may say so; what goes back has no such key."""
     flat = parse_response(reply({"type": "thinking", "thinking": "Hm.", "signature": None}))
-    assert untimed(flat) == [thinking()]
+    assert drop_times(flat) == [thinking()]
 
 
 @pytest.mark.parametrize("output", [{"n": [1, None]}, ["a"], 7, 1.5, True, None])
@@ -450,7 +450,7 @@ def test_empty_texts_are_not_parsed() -> None:
     assert parse_response(reply()) == []
     assert parse_response(reply(empty)) == []
     flat = parse_response(reply(empty, {"type": "text", "text": "Hi."}, empty))
-    assert untimed(flat) == [text("Hi.")]
+    assert drop_times(flat) == [text("Hi.")]
 
 
 def test_unknown_blocks_come_back_as_they_came() -> None:
@@ -463,7 +463,7 @@ def test_unknown_blocks_come_back_as_they_came() -> None:
         {"type": "tool_use", "id": "c1", "name": "look", "input": {"n": 1}},
     ]
     flat = parse_response(reply(*blocks, stop_reason="tool_use"))
-    assert untimed(flat) == [
+    assert drop_times(flat) == [
         *map(opaque, blocks[:3]),
         text("Found."),
         call(input={"n": 1}),
@@ -479,7 +479,7 @@ def test_texts_around_calls_keep_their_place() -> None:
         {"type": "text", "text": "b"},
     ]
     flat = parse_response(reply(*blocks, stop_reason="tool_use"))
-    assert untimed(flat) == [text("a"), call(), text("b")]
+    assert drop_times(flat) == [text("a"), call(), text("b")]
     assert to_api_messages(flat) == [{"role": "assistant", "content": blocks}]
 
 
@@ -497,7 +497,7 @@ def test_an_input_that_is_not_an_object_goes_to_the_api_inside_an_object() -> No
 def test_a_response_must_be_whole() -> None:
     """A cut or failed response is refused; a stand-in may leave out why it stopped."""
     said = {"type": "text", "text": "Hi."}
-    assert untimed(parse_response({"content": [said]})) == [text("Hi.")]
+    assert drop_times(parse_response({"content": [said]})) == [text("Hi.")]
     for broken in (
         {"content": [said], "stop_reason": None},
         {"content": "Hi."},

@@ -193,7 +193,7 @@ def test_a_thought_that_nobody_split_off(text: str, holds: bool) -> None:
 # In the loop
 
 
-def of_leak(played: Played) -> tuple[Any, int, list[str]]:
+def read_outcome(played: Played) -> tuple[Any, int, list[str]]:
     return played.status, played.trajectory.turns, [r["content"] for r in played.results]
 
 
@@ -215,7 +215,7 @@ def test_a_conversation_ends_at_such_a_reply(tmp_path: Path, models: str) -> Non
 
 def test_calls_beside_it_do_not_run(tmp_path: Path) -> None:
     reply = {"content": SAMPLES["GLM"], "tool_calls": [call("echo", text="a")]}
-    status, turns, results = of_leak(play(tmp_path, [reply]))
+    status, turns, results = read_outcome(play(tmp_path, [reply]))
     assert (status, turns) == ("leaked_call", 1)
     assert "not run" in results[0]
 

@@ -26,7 +26,7 @@ SYSTEM: Message = {"role": "system", "content": "Be brief."}
 USER: Message = {"role": "user", "content": "go"}
 
 
-def echo(text: str = "x", **more: Any) -> dict[str, Any]:
+def call_echo(text: str = "x", **more: Any) -> dict[str, Any]:
     return calls(call("echo", text=text), **more)
 
 
@@ -35,9 +35,9 @@ class TestReferences:
 
     def test_a_result_replaces_its_name(self, tmp_path: Path) -> None:
         script = [
-            echo("a"),
+            call_echo("a"),
             calls(call("count"), call("echo", text="<$$echo-res-1> $$ $5 $$VAR")),
-            echo("$$echo-res-3"),
+            call_echo("$$echo-res-3"),
             ANSWER,
         ]
         played = play(tmp_path, script, result_references=True)
@@ -47,54 +47,56 @@ class TestReferences:
         assert "$$count-res-2" in played.results[1]["content"]
 
     def test_the_record_keeps_what_the_model_wrote(self, tmp_path: Path) -> None:
-        played = play(tmp_path, [echo("a"), echo("$$echo-res-1"), ANSWER], result_references=True)
+        played = play(
+            tmp_path, [call_echo("a"), call_echo("$$echo-res-1"), ANSWER], result_references=True
+        )
         arguments = played.messages[3]["tool_calls"][0]["function"]["arguments"]
         assert json.loads(arguments) == {"text": "$$echo-res-1"}
 
     @pytest.mark.parametrize("name", ["echo-res-7", "other-res-1", "fail-res-1"])
     def test_an_unknown_name_is_an_error_and_nothing_runs(self, tmp_path: Path, name: str) -> None:
-        script = [calls(call("fail")), echo(f"$${name}"), ANSWER]
+        script = [calls(call("fail")), call_echo(f"$${name}"), ANSWER]
         played = play(tmp_path, script, result_references=True)
         assert played.results[1]["details"] == {"failure": "unknown_reference"}
         assert played.trajectory.tally.errors == 2
 
     def test_it_works_in_a_final_answer(self, tmp_path: Path) -> None:
-        script = [echo("a"), calls(call("final_answer", answer="$$echo-res-1!"))]
+        script = [call_echo("a"), calls(call("final_answer", answer="$$echo-res-1!"))]
         played = play(tmp_path, script, result_references=True, completion_tools=True)
         assert played.trajectory.final_text() == "a!"
 
     @pytest.mark.parametrize("name", ["echo-res-" + "9" * 5000, "count-res-1"])
     def test_a_name_that_cannot_be_is_a_result_too(self, tmp_path: Path, name: str) -> None:
-        played = play(tmp_path, [echo(f"$${name}"), ANSWER], result_references=True)
+        played = play(tmp_path, [call_echo(f"$${name}"), ANSWER], result_references=True)
         assert played.results[0]["details"] == {"failure": "unknown_reference"}
 
     def test_replaced_references_have_a_limit(self, tmp_path: Path) -> None:
-        script = [echo("x" * 90_000), echo("$$echo-res-1 " * 3000), ANSWER]
+        script = [call_echo("x" * 90_000), call_echo("$$echo-res-1 " * 3000), ANSWER]
         played = play(tmp_path, script, result_references=True)
         assert "longer than 1000000 characters" in played.results[1]["content"]
 
     def test_too_deep_arguments_are_left_to_their_check(self, tmp_path: Path) -> None:
         deep = '{"text": ' + "[" * 300 + '"$$echo-res-1"' + "]" * 300 + "}"
-        script = [echo("a"), calls({"name": "echo", "arguments": deep}), ANSWER]
+        script = [call_echo("a"), calls({"name": "echo", "arguments": deep}), ANSWER]
         played = play(tmp_path, script, result_references=True)
         assert played.results[1]["details"]["failure"] == "invalid_arguments"
 
     def test_other_rules_do_not_see_the_names(self, tmp_path: Path) -> None:
         """Equal results stay equal, and a question stays a question."""
-        assert play(tmp_path, [echo()] * 4, result_references=True).status == "repeat"
+        assert play(tmp_path, [call_echo()] * 4, result_references=True).status == "repeat"
         ask = calls(call("delete", name="x"))
         given: dict[str, Any] = {"result_references": True, "awaiting_input": True}
         assert play(tmp_path, [ask, ANSWER], **given).status == "awaiting_input"
 
     def test_after_a_reply_of_the_user_it_is_what_the_tool_said_last(self, tmp_path: Path) -> None:
-        script = [calls(call("delete", name="x")), echo("$$delete-res-1"), ANSWER]
+        script = [calls(call("delete", name="x")), call_echo("$$delete-res-1"), ANSWER]
         played = play(
             tmp_path, script, result_references=True, awaiting_input=True, user_replies=["yes"]
         )
         assert played.results[1]["content"].startswith("deleted x: yes\n[stored as")
 
     def test_names_survive_a_crash(self, tmp_path: Path) -> None:
-        script = [calls(call("echo", text="a"), call("echo", text="b")), echo("$$echo-res-2")]
+        script = [calls(call("echo", text="a"), call("echo", text="b")), call_echo("$$echo-res-2")]
         whole = play(tmp_path, [*script, ANSWER], result_references=True)
         for length in range(1, 5):
             past = whole.events[:length]
@@ -122,13 +124,15 @@ class TestApproval:
         ],
     )
     def test_the_model_gets_the_reason(self, tmp_path: Path, decision: Any, content: str) -> None:
-        played = play(tmp_path, [echo(), ANSWER], approve=lambda name, args: decision)
+        played = play(tmp_path, [call_echo(), ANSWER], approve=lambda name, args: decision)
         (result,) = played.results
         assert result["content"] == f"Error: the call of echo was not approved{content}"
         assert result["details"] == {"failure": "denied"}
 
     def test_a_pair_approves_too(self, tmp_path: Path) -> None:
-        played = play(tmp_path, [echo(), ANSWER], approve=lambda name, args: ("approve", "fine"))
+        played = play(
+            tmp_path, [call_echo(), ANSWER], approve=lambda name, args: ("approve", "fine")
+        )
         assert not played.results[0]["is_error"]
 
     def test_always_holds_for_these_arguments_in_any_order(self, tmp_path: Path) -> None:
@@ -152,7 +156,7 @@ class TestApproval:
 
     @pytest.mark.parametrize("decision", ["", "yes", None])
     def test_anything_but_a_decision_denies(self, tmp_path: Path, decision: Any) -> None:
-        played = play(tmp_path, [echo(), ANSWER], approve=lambda name, args: decision)
+        played = play(tmp_path, [call_echo(), ANSWER], approve=lambda name, args: decision)
         assert played.results[0]["is_error"]
 
     def test_anything_that_a_hook_does_is_a_decision(self, tmp_path: Path) -> None:
@@ -168,7 +172,7 @@ class TestApproval:
 
         hooks: list[Any] = [leave, call_off, lambda name, arguments: Odd()]
         for hook in hooks:
-            played = play(tmp_path, [echo(), ANSWER], approve=hook)
+            played = play(tmp_path, [call_echo(), ANSWER], approve=hook)
             assert (played.status, played.results[0]["is_error"]) == ("completed", True)
 
     def test_a_hook_may_be_async_and_one_that_fails_denies(self, tmp_path: Path) -> None:
@@ -178,8 +182,8 @@ class TestApproval:
         def broken(name: str, arguments: Mapping[str, Any]) -> str:
             raise RuntimeError("hook")
 
-        assert not play(tmp_path, [echo(), ANSWER], approve=approve).results[0]["is_error"]
-        assert play(tmp_path, [echo(), ANSWER], approve=broken).results[0]["is_error"]
+        assert not play(tmp_path, [call_echo(), ANSWER], approve=approve).results[0]["is_error"]
+        assert play(tmp_path, [call_echo(), ANSWER], approve=broken).results[0]["is_error"]
 
     @pytest.mark.parametrize(
         ("place", "message"),
@@ -194,7 +198,7 @@ class TestApproval:
 
 def test_long_results_are_cut_and_the_whole_is_kept(tmp_path: Path) -> None:
     """A mark shows the size of the cut, and the record has the whole result."""
-    played = play(tmp_path, [echo("x" * 50), ANSWER], observation_chars=10)
+    played = play(tmp_path, [call_echo("x" * 50), ANSWER], observation_chars=10)
     (result,) = played.results
     assert result["content"] == "xxxxx\n[... 40 characters cut ...]\nxxxxx"
     assert result["details"]["whole_content"] == "x" * 50
@@ -265,9 +269,9 @@ class TestViews:
     def test_compaction_is_a_view(self, tmp_path: Path) -> None:
         """Long reasoning and arguments are shortened to exactly 120 characters."""
         script = [
-            echo("A" * 300, reasoning="R" * 300, content="one"),
-            echo("B" * 109, reasoning="S" * 120, content="two"),
-            echo("C" * 300, content="three"),
+            call_echo("A" * 300, reasoning="R" * 300, content="one"),
+            call_echo("B" * 109, reasoning="S" * 120, content="two"),
+            call_echo("C" * 300, content="three"),
             ANSWER,
         ]
         played = play(tmp_path, script, compact_after=2)
@@ -282,7 +286,7 @@ class TestViews:
 
     def test_a_conversation_of_calls_alone_is_never_compacted(self, tmp_path: Path) -> None:
         """Only replies with text count."""
-        script = [echo(f"{n}" * 300) for n in range(4)]
+        script = [call_echo(f"{n}" * 300) for n in range(4)]
         played = play(tmp_path, [*script, ANSWER], compact_after=1)
         assert "_compacted" not in played.seen()
 
@@ -305,7 +309,7 @@ class TestViews:
 class TestSummary:
     """A summary replaces older messages in the view alone."""
 
-    SCRIPT = (echo("a"), echo("b"), echo("c"), say("THE SUMMARY"), ANSWER)
+    SCRIPT = (call_echo("a"), call_echo("b"), call_echo("c"), say("THE SUMMARY"), ANSWER)
 
     def test_older_messages_are_shown_as_a_summary(self, tmp_path: Path) -> None:
         played = play(tmp_path, self.SCRIPT, summarize_over_messages=6, summarize_keep=2)
@@ -340,13 +344,13 @@ class TestSummary:
         assert resumed.requests[0].messages == whole.requests[-1].messages
 
     def test_it_is_triggered_by_size_too(self, tmp_path: Path) -> None:
-        script = [echo("a" * 900), echo("b" * 900), say("SUM"), ANSWER]
+        script = [call_echo("a" * 900), call_echo("b" * 900), say("SUM"), ANSWER]
         played = play(tmp_path, script, summarize_over_tokens=400, summarize_keep=1)
         assert "SUM" in played.seen()
 
     def test_summaries_are_few(self, tmp_path: Path) -> None:
         """Each replaces as many messages as are kept, at any threshold."""
-        script = [echo(f"{n}") for n in range(60)]
+        script = [call_echo(f"{n}") for n in range(60)]
         played = play(tmp_path, script, max_turns=20, summarize_over_messages=5)
         # These replies are no summaries: those that fail are not tried again at once either.
         written = [inner.name for inner in played.trajectory.inner.values()]
@@ -357,7 +361,7 @@ class TestSummary:
         """Each was paid for."""
         given: dict[str, Any] = {"summarize_over_messages": 4, "summarize_keep": 1}
         given["max_turns"] = 40
-        script = [echo(f"{n}") for n in range(80)]  # none of them is a summary
+        script = [call_echo(f"{n}") for n in range(80)]  # none of them is a summary
         whole = play(tmp_path / "a", script, **given)
         assert whole.status == "max_turns"
         assert 3 <= len(whole.trajectory.inner) <= 7
@@ -409,7 +413,7 @@ class TestPreparation:
     def test_the_findings_of_the_preparation_are_added_to_the_prompts(self, tmp_path: Path) -> None:
         played = play(
             tmp_path,
-            [echo("look"), self.FOUND, ANSWER],
+            [call_echo("look"), self.FOUND, ANSWER],
             opening=[SYSTEM, USER],
             preparation="Find the city.",
         )
@@ -421,7 +425,7 @@ class TestPreparation:
         assert "Do not do the request itself" in played.seen(0)
 
     def test_it_may_have_fewer_tools(self, tmp_path: Path) -> None:
-        script = [echo("look"), self.FOUND, echo("now"), ANSWER]
+        script = [call_echo("look"), self.FOUND, call_echo("now"), ANSWER]
         given: dict[str, Any] = {"preparation": "Find it.", "preparation_toolsets": ()}
         played = play(tmp_path, script, **given)
         inner = played.trajectory.to_record()["inner"][0]
@@ -434,7 +438,7 @@ class TestPreparation:
         cut = say("", finish_reason="length")
         played = play(
             tmp_path,
-            [echo("a"), cut, echo("b"), cut],
+            [call_echo("a"), cut, call_echo("b"), cut],
             preparation="Find it.",
             max_cost_usd=1.0,
             cost_usd=0.6,
@@ -455,7 +459,7 @@ class TestPreparation:
 
     @pytest.mark.parametrize("length", range(1, 8))
     def test_it_survives_a_crash(self, tmp_path: Path, length: int) -> None:
-        script = [echo("look"), self.FOUND, ANSWER]
+        script = [call_echo("look"), self.FOUND, ANSWER]
         whole = play(tmp_path, script, preparation="Find the city.")
         past = whole.events[:length]
         resumed = play(tmp_path, script, past=past, preparation="Find the city.")
@@ -614,11 +618,13 @@ class TestBudget:
         assert played.results[-1]["details"] == {"failure": "not_run"}
 
     def test_exactly_the_budget_is_within_it(self, tmp_path: Path) -> None:
-        played = play(tmp_path, [echo(), ANSWER], max_cost_usd=0.5, cost_usd=0.25)
+        played = play(tmp_path, [call_echo(), ANSWER], max_cost_usd=0.5, cost_usd=0.25)
         assert played.status == "completed"
 
     def test_sums_of_cents_are_not_beyond_it_by_rounding(self, tmp_path: Path) -> None:
-        played = play(tmp_path, [echo("1"), echo("2"), ANSWER], max_cost_usd=0.3, cost_usd=0.1)
+        played = play(
+            tmp_path, [call_echo("1"), call_echo("2"), ANSWER], max_cost_usd=0.3, cost_usd=0.1
+        )
         assert played.status == "completed"
 
     def test_discarded_replies_are_paid_for_too(self, tmp_path: Path) -> None:
@@ -626,7 +632,7 @@ class TestBudget:
         assert (played.status, played.trajectory.turns) == ("budget", 0)
 
     def test_an_unknown_cost_cannot_be_within_a_budget(self, tmp_path: Path) -> None:
-        played = play(tmp_path, [echo(), ANSWER], max_cost_usd=1, cost_usd=None)
+        played = play(tmp_path, [call_echo(), ANSWER], max_cost_usd=1, cost_usd=None)
         assert played.status == "budget"
         assert "unknown" in str(played.end.reason)
 
@@ -635,11 +641,11 @@ class TestBudget:
         played = play(tmp_path, many, max_total_tokens=250, reply_tokens=100)
         assert (played.status, played.trajectory.turns) == ("budget", 3)
         assert played.end.reason == "300 tokens are over the budget of 250 after turn 3"
-        within = play(tmp_path / "b", [echo(), ANSWER], max_total_tokens=200, reply_tokens=100)
+        within = play(tmp_path / "b", [call_echo(), ANSWER], max_total_tokens=200, reply_tokens=100)
         assert within.status == "completed"
 
     def test_an_unknown_count_cannot_be_within_a_budget(self, tmp_path: Path) -> None:
-        played = play(tmp_path, [echo(), ANSWER], max_total_tokens=1000, reply_tokens=None)
+        played = play(tmp_path, [call_echo(), ANSWER], max_total_tokens=1000, reply_tokens=None)
         assert played.status == "budget"
         assert "unknown" in str(played.end.reason)
 

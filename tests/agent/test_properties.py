@@ -67,7 +67,7 @@ MOST_EVENTS = 500
 # What a model says
 
 
-def nested(depth: int, more: str = "") -> str:
+def nested_json(depth: int, more: str = "") -> str:
     return f'{{"text": {"[" * depth}{"]" * depth}{more}}}'
 
 
@@ -131,7 +131,7 @@ ARGUMENTS = st.sampled_from(
         '{"text": 1}',
         '{"text": 123456789012345678901234567890}',
         '{"text": "</tool_response>"}',
-        *(nested(depth) for depth in (100, 300, 600, 2000)),
+        *(nested_json(depth) for depth in (100, 300, 600, 2000)),
     ]
 )
 REFERRING = st.sampled_from(
@@ -142,7 +142,7 @@ REFERRING = st.sampled_from(
         {"text": "$$count-res-2 $$nope"},
         '{"text": "x", "wrong": "$$"}',
         '{"text": "$$',
-        *(nested(depth, ', "wrong": "$$"') for depth in (100, 300, 600, 2000)),
+        *(nested_json(depth, ', "wrong": "$$"') for depth in (100, 300, 600, 2000)),
     ]
 )
 
@@ -187,7 +187,7 @@ def calls_with(arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str,
     return st.builds(lambda name, given: {"name": name, "arguments": given}, NAMES, arguments)
 
 
-def weighed(*choices: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def weighted(*choices: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """One of them, where what stands there twice comes twice as often; `one_of` forgets that."""
     return st.integers(0, len(choices) - 1).flatmap(lambda n: choices[n])
 
@@ -210,7 +210,7 @@ def scripts(options: Mapping[str, Any]) -> st.SearchStrategy[list[Any]]:
         made += [st.sampled_from([call(name) for name in ("Echo", "echos", "e_cho", "counts")])] * 2
     if "text_protocol" in options:
         words += [REACT_WORDS, REACT_WORDS]
-    good = st.lists(weighed(*made), min_size=1, max_size=3).map(lambda some: calls(*some))
+    good = st.lists(weighted(*made), min_size=1, max_size=3).map(lambda some: calls(*some))
     said = st.one_of(words).map(say)
     likely = [good] * 8 + [said]
     if "continue_cut" in options:
@@ -231,8 +231,8 @@ def scripts(options: Mapping[str, Any]) -> st.SearchStrategy[list[Any]]:
             "finish_reason": FINISH_REASONS,
         },
     )
-    turns = st.lists(weighed(*likely, cut, anything), min_size=1, max_size=7)
-    last = weighed(st.just([say("done")]), said.map(lambda turn: [turn]), st.just([]))
+    turns = st.lists(weighted(*likely, cut, anything), min_size=1, max_size=7)
+    last = weighted(st.just([say("done")]), said.map(lambda turn: [turn]), st.just([]))
     return st.tuples(turns, last).map(lambda parts: [*parts[0], *parts[1]])
 
 
@@ -248,15 +248,15 @@ def some(name: str, *values: Any) -> st.SearchStrategy[dict[str, Any]]:
     return st.sampled_from(values).map(lambda value: {name: value})
 
 
-def all_of(*given: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
-    return st.tuples(*given).map(merged)
+def combine(*given: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.tuples(*given).map(merge)
 
 
-def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def decided(decision: str) -> Approve:
+def always_decide(decision: str) -> Approve:
     return lambda name, arguments: decision
 
 
@@ -264,19 +264,19 @@ FEATURES = (
     some("max_errors", 0, 1, 3),
     some("repeat_limit", 0, 2, 3),
     some("max_reasks", 0, 1),
-    all_of(some("max_cost_usd", 0.5, 1.0), some("cost_usd", 0.25, 0.5, None)),
+    combine(some("max_cost_usd", 0.5, 1.0), some("cost_usd", 0.25, 0.5, None)),
     some("parallel_tools", False),
     some("bad_arguments", "resample"),
     some("repair_tool_names", True),
     some("continue_cut", 1, 2),
     some("final_summary", True),
     some("completion_tools", True),
-    all_of(
+    combine(
         some("check_expected", True),
         some("expected", "done", "41"),
         some("expected_attempts", 1, 2, 3),
     ),
-    all_of(
+    combine(
         some("awaiting_input", True),
         some("user_replies", (), ("yes",), ("which?", "no"), ("list all", "yes"), ("use echo",)),
     ),
@@ -291,10 +291,10 @@ FEATURES = (
     some("prefill_messages", [{"role": role, "content": "Hi"} for role in ("user", "assistant")]),
     some("ephemeral_system_prompt", "secret"),
     some("compact_after", 1, 2),
-    all_of(some("summarize_over_messages", 2, 4), some("summarize_keep", 1, 2)),
-    all_of(some("summarize_over_tokens", 100), some("summarize_keep", 1, 2)),
+    combine(some("summarize_over_messages", 2, 4), some("summarize_keep", 1, 2)),
+    combine(some("summarize_over_tokens", 100), some("summarize_keep", 1, 2)),
     scripts({}).map(lambda script: {"subagents": [{**HELPER, "script": script}, BARE]}),
-    some("approve", *map(decided, ("approve", "always", "deny"))),
+    some("approve", *map(always_decide, ("approve", "always", "deny"))),
     some(
         "opening",
         [{"role": "system", "content": "Be brief."}, *OPENING],
@@ -320,13 +320,13 @@ ONE_FAILING = {"subagents": [{**HELPER, "script": [say("")]}]}
 
 
 def deep(more: str = "") -> dict[str, Any]:
-    return calls({"name": "echo", "arguments": nested(300, more)})
+    return calls({"name": "echo", "arguments": nested_json(300, more)})
 
 
 @st.composite
 def scenes(draw: st.DrawFn) -> Scene:
     bound = draw(st.sampled_from([{}, {}, *({"max_turns": turns} for turns in (1, 2, 3))]))
-    options = merged([bound, *draw(st.lists(weighed(*FEATURES), max_size=7))])
+    options = merge([bound, *draw(st.lists(weighted(*FEATURES), max_size=7))])
     assume(go_together(options))
     return Scene(draw(scripts(options)), options)
 
@@ -342,7 +342,7 @@ def go_together(options: Mapping[str, Any]) -> bool:
 # Playing it
 
 
-def at_most(count: int, journal: Journal) -> Journal:
+def limit_events(count: int, journal: Journal) -> Journal:
     left = itertools.count(count, -1)
 
     def bounded(event: Event) -> None:
@@ -359,7 +359,7 @@ class Enduring(ConversationRunner):
     async def run(self, **how: Any) -> Finish:
         if self.depth:
             return await super().run(**how)
-        bounded = {**vars(self), "journal": at_most(MOST_EVENTS, self.journal)}
+        bounded = {**vars(self), "journal": limit_events(MOST_EVENTS, self.journal)}
         try:
             return await ConversationRunner(**bounded).run(**how)
         except ModelError as error:
@@ -460,7 +460,7 @@ def check_pairing(played: Played) -> None:
 @given(scene=scenes())
 @example(scene=Scene([say(""), ECHOED, say("Action: echo")], {"text_protocol": "react"}))
 @example(scene=Scene([deep(', "wrong": "$$"')], {"result_references": True}))
-@example(scene=Scene([deep()], {"approve": decided("approve")}))
+@example(scene=Scene([deep()], {"approve": always_decide("approve")}))
 def test_every_call_has_an_id_of_its_own_and_one_result(stage: Stage, scene: Scene) -> None:
     check_pairing(stage.play(scene))
 
@@ -521,11 +521,11 @@ def test_both_apis_take_what_was_recorded_and_what_was_sent(stage: Stage, scene:
             check_openai(Request(trajectory.messages), may_be_open=failed)
 
 
-def marked(value: Any) -> str:
+def mark(value: Any) -> str:
     return f"<|{exact_json.dumps(value, option=orjson.OPT_SORT_KEYS).decode()}|>"
 
 
-def said_in(body: Mapping[str, Any]) -> tuple[bytes, str]:
+def request_texts(body: Mapping[str, Any]) -> tuple[bytes, str]:
     """What a request says before its messages, and then all these in one text.
 
     The words of a message come last in it, so that words which are added to it only lengthen the
@@ -538,10 +538,10 @@ def said_in(body: Mapping[str, Any]) -> tuple[bytes, str]:
         blocks = message.get("content") or []
         blocks = [{"type": "text", "text": blocks}] if isinstance(blocks, str) else blocks
         rest = {key: message[key] for key in message.keys() - {"content", "tool_calls"}}
-        text += marked(rest)
+        text += mark(rest)
         for block in [*blocks, *message.get("tool_calls", ())]:
             block = {key: block[key] for key in block if key != "cache_control"}
-            text += block["text"] if block.get("type") == "text" else marked(block)
+            text += block["text"] if block.get("type") == "text" else mark(block)
     tools = [{**tool, "cache_control": None} for tool in body.get("tools", ())]
     return exact_json.dumps([system, tools]), text
 
@@ -582,7 +582,7 @@ def test_each_request_begins_with_all_that_the_one_before_said(
     for request in stage.play(scene).requests:
         assert request.conversation
         dialect, asked = body
-        head, text = said_in(dialect.request_body(asked, request))
+        head, text = request_texts(dialect.request_body(asked, request))
         if request.conversation in before:
             earlier = before[request.conversation]
             assert head == earlier[0]
@@ -895,7 +895,7 @@ def new_session(scene: Scene) -> AgentSession:
     agent = AIAgent("scripted", script=scene.script, enabled_toolsets=["none"], **options)
     common = replace(agent._setup.common, tools=IN_ORDER)
     history = scene.options.get("opening", OPENING)[:-1]
-    journal = at_most(10 * MOST_EVENTS, lambda event: None)
+    journal = limit_events(10 * MOST_EVENTS, lambda event: None)
     setup = replace(agent._setup, common=common, journal=journal)
     return AgentSession(setup, history=history)
 

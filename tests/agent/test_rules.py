@@ -18,7 +18,7 @@ from toolsets.tool import tool
 ANSWER = say("done")
 
 
-def echo(text: str = "x") -> dict[str, Any]:
+def call_echo(text: str = "x") -> dict[str, Any]:
     return calls(call("echo", text=text))
 
 
@@ -33,7 +33,7 @@ class TestErrors:
     )
 
     def test_max_errors_end_the_conversation(self, tmp_path: Path) -> None:
-        script = [*self.FAILING[:2], echo(), *self.FAILING[2:], self.FAILING[0], ANSWER]
+        script = [*self.FAILING[:2], call_echo(), *self.FAILING[2:], self.FAILING[0], ANSWER]
         played = play(tmp_path, script)
         assert (played.status, played.end.reason) == ("errors", "5 errors")
         assert played.trajectory.turns == 6
@@ -49,7 +49,7 @@ class TestErrors:
     def test_three_malformed_turns_in_a_row_end_it_sooner(self, tmp_path: Path) -> None:
         played = play(tmp_path, [calls(call(f"no{n}")) for n in range(4)])
         assert (played.status, played.trajectory.turns) == ("errors", 3)
-        mixed = [calls(call("no1")), calls(call("no2")), echo(), calls(call("no3")), ANSWER]
+        mixed = [calls(call("no1")), calls(call("no2")), call_echo(), calls(call("no3")), ANSWER]
         assert play(tmp_path, mixed).status == "completed"
 
     def test_a_tool_that_reports_a_failure_is_not_an_error(self, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ class TestRepeats:
     """The same call with the same result again and again ends a conversation."""
 
     def test_the_second_gets_a_note_and_the_third_ends_it(self, tmp_path: Path) -> None:
-        played = play(tmp_path, [echo()] * 4)
+        played = play(tmp_path, [call_echo()] * 4)
         assert (played.status, played.trajectory.turns) == ("repeat", 3)
         first, second, third = (result["content"] for result in played.results)
         assert (first, third) == ("x", "x")
@@ -75,7 +75,7 @@ class TestRepeats:
         assert played.results[1]["notes"] == ["repeat"]
 
     def test_the_model_saw_the_note(self, tmp_path: Path) -> None:
-        played = play(tmp_path, [echo(), echo(), ANSWER])
+        played = play(tmp_path, [call_echo(), call_echo(), ANSWER])
         assert played.status == "completed"
         assert "this very call was made before" in played.seen()
 
@@ -85,9 +85,9 @@ class TestRepeats:
         assert play(tmp_path, script).status == "repeat"
 
     def test_another_call_or_another_result_resets_the_count(self, tmp_path: Path) -> None:
-        assert play(tmp_path, [echo(), echo(), echo("y"), echo(), echo(), ANSWER]).status == (
-            "completed"
-        )
+        assert play(
+            tmp_path, [call_echo(), call_echo(), call_echo("y"), call_echo(), call_echo(), ANSWER]
+        ).status == ("completed")
         polling = [calls(call("count"))] * 5
         assert play(tmp_path, [*polling, ANSWER]).status == "completed"
 
@@ -99,7 +99,7 @@ class TestRepeats:
         assert played.results[-1]["notes"] == ["repeat"]
 
     def test_a_denied_call_resets_the_count(self, tmp_path: Path) -> None:
-        script = [echo(), echo(), calls(call("count")), echo(), ANSWER]
+        script = [call_echo(), call_echo(), calls(call("count")), call_echo(), ANSWER]
         played = play(
             tmp_path, script, approve=lambda name, _: "deny" if name == "count" else "approve"
         )
@@ -111,7 +111,7 @@ class TestRepeats:
             AgentOptions(repeat_limit=1)
 
     def test_off_means_off_and_no_call_is_ever_removed(self, tmp_path: Path) -> None:
-        played = play(tmp_path, [echo()] * 6 + [ANSWER], repeat_limit=0)
+        played = play(tmp_path, [call_echo()] * 6 + [ANSWER], repeat_limit=0)
         assert (played.status, len(played.results)) == ("completed", 6)
         assert not any("notes" in message for message in played.messages)
 
@@ -131,7 +131,7 @@ class TestReasks:
     def test_an_unusable_reply_is_asked_for_again(
         self, tmp_path: Path, unusable: dict[str, Any], why: str
     ) -> None:
-        played = play(tmp_path, [echo(), unusable, ANSWER])
+        played = play(tmp_path, [call_echo(), unusable, ANSWER])
         assert (played.status, played.trajectory.turns) == ("completed", 2)
         (discarded,) = played.trajectory.discarded
         assert discarded["discarded"] == why
@@ -141,18 +141,18 @@ class TestReasks:
         self, tmp_path: Path
     ) -> None:
         """An older system dropped a good turn here."""
-        played = play(tmp_path, [echo(), say(""), say(""), say("")])
+        played = play(tmp_path, [call_echo(), say(""), say(""), say("")])
         assert played.status == "errors"
         assert played.roles == ["user", "assistant", "tool"]
         assert played.trajectory.api_calls() == 4
 
     def test_reasks_are_counted_in_a_row_and_are_not_turns(self, tmp_path: Path) -> None:
-        script = [say(""), say(""), echo("1"), say(""), say(""), echo("2"), ANSWER]
+        script = [say(""), say(""), call_echo("1"), say(""), say(""), call_echo("2"), ANSWER]
         assert play(tmp_path, script, max_turns=3).status == "completed"
 
     def test_bad_arguments_can_be_resampled(self, tmp_path: Path) -> None:
         bad = calls({"name": "echo", "arguments": "not json"})
-        played = play(tmp_path, [bad, bad, echo(), ANSWER], bad_arguments="resample")
+        played = play(tmp_path, [bad, bad, call_echo(), ANSWER], bad_arguments="resample")
         assert played.status == "completed"
         assert not any(result["is_error"] for result in played.results)
         assert play(tmp_path, [bad] * 3, bad_arguments="resample").status == "errors"
@@ -183,14 +183,14 @@ class TestEndings:
 
     def test_a_final_summary_is_asked_for_without_tools(self, tmp_path: Path) -> None:
         """The call is real and recorded, and the conversation is still not completed."""
-        played = play(tmp_path, [echo(), say("so far: x")], max_turns=1, final_summary=True)
+        played = play(tmp_path, [call_echo(), say("so far: x")], max_turns=1, final_summary=True)
         assert played.status == "max_turns"
         assert played.trajectory.final_text() == "so far: x"
         assert played.requests[-1].tool_choice == "none"
         assert played.results[0]["notes"] == ["final_summary"]
 
     def test_tools_called_in_the_final_summary_are_asked_for_again(self, tmp_path: Path) -> None:
-        script = [echo(), echo("a"), echo("b"), echo("c"), ANSWER]
+        script = [call_echo(), call_echo("a"), call_echo("b"), call_echo("c"), ANSWER]
         played = play(tmp_path, script, max_turns=1, final_summary=True)
         assert (played.status, played.trajectory.turns) == ("max_turns", 1)
         why = [reply["discarded"] for reply in played.trajectory.discarded]
@@ -201,7 +201,7 @@ class TestEndings:
     )
     def test_any_summary_ends_the_conversation(self, tmp_path: Path, last: dict[str, Any]) -> None:
         """One note at most: a pause must not be paid for ever."""
-        played = play(tmp_path, [echo(), *[last] * 9], max_turns=1, final_summary=True)
+        played = play(tmp_path, [call_echo(), *[last] * 9], max_turns=1, final_summary=True)
         assert played.status == "max_turns"
         assert played.trajectory.api_calls() <= 4
         assert len(played.trajectory.notes) == 1
@@ -337,7 +337,9 @@ class TestPlan:
     PLAN = say("1. look\n2) tell")
 
     def test_each_step_begins_with_a_note(self, tmp_path: Path) -> None:
-        played = play(tmp_path, [self.PLAN, echo(), say("looked"), say("told"), ANSWER], plan=True)
+        played = play(
+            tmp_path, [self.PLAN, call_echo(), say("looked"), say("told"), ANSWER], plan=True
+        )
         assert played.status == "completed"
         assert played.roles == [
             "user",
@@ -358,7 +360,7 @@ class TestPlan:
         assert played.requests[1].tool_choice == "auto"
 
     def test_tools_called_instead_of_a_plan_are_not_run(self, tmp_path: Path) -> None:
-        played = play(tmp_path, [echo(), self.PLAN, say("a"), say("b"), ANSWER], plan=True)
+        played = play(tmp_path, [call_echo(), self.PLAN, say("a"), say("b"), ANSWER], plan=True)
         assert played.status == "completed"
         assert not played.results
 
@@ -379,7 +381,7 @@ class TestPlan:
         assert (played.status, played.trajectory.final_text()) == ("completed", "42")
 
     def test_a_step_has_a_limit(self, tmp_path: Path) -> None:
-        script = [self.PLAN, *(echo(str(n)) for n in range(5)), say("told"), ANSWER]
+        script = [self.PLAN, *(call_echo(str(n)) for n in range(5)), say("told"), ANSWER]
         played = play(tmp_path, script, plan=True)
         assert played.status == "completed"
         assert "Step 2 of 2" in played.results[4]["content"]

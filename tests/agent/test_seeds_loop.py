@@ -29,7 +29,7 @@ from toolsets.workspace.workspace import Workspace
 ANSWER = say("done")
 
 
-def echo(text: str = "x", **more: Any) -> dict[str, Any]:
+def call_echo(text: str = "x", **more: Any) -> dict[str, Any]:
     return calls(call("echo", text=text), **more)
 
 
@@ -66,7 +66,7 @@ def test_arguments_that_are_a_list_are_an_error_result(tmp_path: Path) -> None:
 
 def test_compaction_touches_assistants_alone(tmp_path: Path) -> None:
     """Texts of users and tools stay whole, however long."""
-    script = [echo("A" * 300, content="one"), echo("b", content="two"), ANSWER]
+    script = [call_echo("A" * 300, content="one"), call_echo("b", content="two"), ANSWER]
     messages = play(tmp_path, script, opening=[{"role": "user", "content": "U" * 300}]).messages
     shown = compact(messages, 2)
     assert shown[1] != messages[1]
@@ -134,7 +134,7 @@ def test_the_task_is_the_user_message_verbatim(prompt: str) -> None:
 
 def test_the_tools_are_sent_with_every_request(tmp_path: Path) -> None:
     """Tools are sent on every turn; two of one name are an error."""
-    played = play(tmp_path, [echo("1"), echo("2"), ANSWER])
+    played = play(tmp_path, [call_echo("1"), call_echo("2"), ANSWER])
     first, *others = [list(request.tools) for request in played.requests]
     assert [schema["function"]["name"] for schema in first] == [
         "count",
@@ -154,7 +154,7 @@ def test_a_reply_that_means_to_call_and_does_not_ends_the_loop(tmp_path: Path) -
 
 def test_the_final_text_is_that_of_the_last_turn(tmp_path: Path) -> None:
     """Texts of earlier turns are not part of the answer."""
-    played = play(tmp_path, [echo(content="I look."), ANSWER])
+    played = play(tmp_path, [call_echo(content="I look."), ANSWER])
     assert played.trajectory.final_text() == "done"
 
 
@@ -291,7 +291,7 @@ def test_limits_have_defaults_and_must_be_finite(wrong: Mapping[str, Any]) -> No
 
 def test_a_record_is_json(tmp_path: Path) -> None:
     """The record counts messages, turns and calls, and sums usage over turns."""
-    record = play(tmp_path, [echo("1"), calls(call("echo", text="2"), call("count")), ANSWER])
+    record = play(tmp_path, [call_echo("1"), calls(call("echo", text="2"), call("count")), ANSWER])
     state = json.loads(json.dumps(record.trajectory.to_record()))
     assert [turn["turn"] for turn in state["turns"]] == [1, 2, 3]
     assert [made["name"] for made in state["tool_calls"]] == ["echo", "echo", "count"]

@@ -55,7 +55,7 @@ def check(*, timeout_s: float = 120.0, **fields: Any) -> dict[str, list[str]]:
     return {level: [one.text for one in found if one.level == level] for level in levels}
 
 
-def own(tmp_path: Path, *, prefix: str = "") -> dict[str, Any]:
+def write_agent(tmp_path: Path, *, prefix: str = "") -> dict[str, Any]:
     program = tmp_path / "own_agent.py"
     program.write_text(_OWN.replace("PREFIX", repr(prefix)))
     return {"command": [sys.executable, str(program), "{prompt}"], "programs": [program]}
@@ -78,7 +78,7 @@ def test_an_agent_that_conforms_has_no_problem(dialect: str, how: str) -> None:
 
 
 def test_a_call_that_the_gateway_refuses_is_named_with_the_reason(tmp_path: Path) -> None:
-    (problem,) = check(**own(tmp_path), aliases={})["problem"]
+    (problem,) = check(**write_agent(tmp_path), aliases={})["problem"]
     assert problem.startswith(
         "no model call of it was answered: the gateway refused a request of it: the agent asks for "
         "model 'm', which this run does not have; add it to `aliases` of the agent, or have it ask "
@@ -92,7 +92,7 @@ def test_the_log_of_an_agent_that_does_not_end_is_kept_and_named(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    given = own(tmp_path)
+    given = write_agent(tmp_path)
     program = Path(given["command"][1])
     wait = "print('now it waits', flush=True); __import__('time').sleep(600)\n"
     text = program.read_text()
@@ -112,7 +112,7 @@ def test_paths_are_those_of_the_current_directory(
 ) -> None:
     """The check works in a directory of its own."""
     monkeypatch.chdir(tmp_path)
-    program = Path(own(tmp_path)["command"][1])
+    program = Path(write_agent(tmp_path)["command"][1])
     program.write_text(f"#!{sys.executable}\n" + program.read_text())
     program.chmod(0o755)
     command = [f"./{program.name}", "{prompt}"]
@@ -123,31 +123,31 @@ def test_paths_are_those_of_the_current_directory(
 def test_a_request_that_differs_after_a_crash_is_found_and_the_advice_mends_it(
     tmp_path: Path,
 ) -> None:
-    found = check(**own(tmp_path))
+    found = check(**write_agent(tmp_path))
     assert "after a kill it makes another call than before" in found["problem"][0]
     (note,) = found["note"]
     assert note.startswith("messages.0.content was '[session ")
     advice = r"\[session [^\s\"'<>,;]+"
     assert advice.replace("\\", "\\\\").replace('\\\\"', '\\\\\\"') in note
-    assert check(**own(tmp_path), volatile={"texts": [advice]})["problem"] == []
+    assert check(**write_agent(tmp_path), volatile={"texts": [advice]})["problem"] == []
 
 
 def test_changed_ids_of_calls_are_named(tmp_path: Path) -> None:
     texts = [r"\[session \w+"]
-    found = check(**own(tmp_path, prefix="my_"), volatile={"texts": texts})
+    found = check(**write_agent(tmp_path, prefix="my_"), volatile={"texts": texts})
     assert found["note"] == ["it changes the ids of calls: replies are found by their texts"]
     assert found["problem"] == []
 
 
 def test_an_agent_that_asks_elsewhere_is_told_where_the_gateway_is(tmp_path: Path) -> None:
-    found = check(**own(tmp_path), env={"OPENAI_BASE_URL": "http://127.0.0.1:9/v1"})
+    found = check(**write_agent(tmp_path), env={"OPENAI_BASE_URL": "http://127.0.0.1:9/v1"})
     (problem,) = found["problem"]
     assert "Connection refused" in problem
     assert "{gateway}" in problem
 
 
 def test_an_agent_that_ends_by_a_call_needs_final_call(tmp_path: Path) -> None:
-    mine = own(tmp_path)
+    mine = write_agent(tmp_path)
     program = tmp_path / "own_agent.py"
     ending = program.read_text().replace("[session {os.urandom(4).hex()}] ", "")
     ending = ending.replace('not message.get("tool_calls")', '"THE_END" in str(message)')

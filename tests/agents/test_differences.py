@@ -15,7 +15,7 @@ def messages(*texts: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text} for text in texts]}
 
 
-def advised(difference: Difference) -> list[str]:
+def advice(difference: Difference) -> list[str]:
     """The expressions of the advice, as a file of an agent would have them."""
     name, _, given = difference.advice.partition(": ")
     assert name == "volatile.texts"
@@ -40,7 +40,7 @@ def test_equal_requests_have_none() -> None:
 def test_the_advice_for_texts_makes_them_equal(before: str, after: str) -> None:
     for difference in differences(messages("same", before), messages("same", after)):
         assert difference.path == "messages.1.content"
-        for pattern in advised(difference):
+        for pattern in advice(difference):
             before, after = (re.sub(pattern, "", text) for text in (before, after))
     assert before == after
 

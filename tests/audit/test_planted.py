@@ -106,7 +106,7 @@ KILLS = {"swe-bench": 10, "answers": 0}
 """How often an audit is killed; others twice."""
 
 
-def planted(kind: str, directory: Path, images: Images) -> tuple[dict[str, str], dict[str, Any]]:
+def plant_rows(kind: str, directory: Path, images: Images) -> tuple[dict[str, str], dict[str, Any]]:
     """Write the rows of a kind; the verdict of each, and the options of the audit."""
     expected = {}
     rows = []
@@ -150,7 +150,7 @@ def test_eight_defects_are_planted_ten_times_each() -> None:
 def test_each_planted_defect_is_found_and_none_else(
     tmp_path: Path, task_images: Images, kind: str
 ) -> None:
-    expected, options = planted(kind, tmp_path, task_images)
+    expected, options = plant_rows(kind, tmp_path, task_images)
     code, said = audit_with_kills(tmp_path, KILLS.get(kind, 2), count=len(expected), **options)
     assert code == 1, said
     own = {id_.removesuffix(f"-{task_images.fix}"): line for id_, line in found(tmp_path).items()}

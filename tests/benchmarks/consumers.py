@@ -150,7 +150,7 @@ def main(run_dir: Path | None, venvs: Path, only: str, torch: str) -> None:
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         lines, twins = Path(folder, "lines"), Path(folder, "twins")
-        _export(run_dir or sample_run.made(Path(folder)), lines, twins)
+        _export(run_dir or sample_run.make_sample_run(Path(folder)), lines, twins)
         for name in names:
             consumer = _CONSUMERS[name]
             try:

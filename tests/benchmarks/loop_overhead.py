@@ -66,7 +66,7 @@ def script(turns: int, calls: int) -> list[ScriptedTurn]:
     return parse_script([*asking, {"content": "done"}])
 
 
-async def bare(turns: list[ScriptedTurn], toolbox: Toolbox) -> None:
+async def run_bare(turns: list[ScriptedTurn], toolbox: Toolbox) -> None:
     """The model client and the tool alone."""
     model = ScriptedModel(turns)
     messages = [Message(role="user", content="go")]
@@ -76,7 +76,7 @@ async def bare(turns: list[ScriptedTurn], toolbox: Toolbox) -> None:
             await toolbox.call(call["function"]["name"], call["function"]["arguments"])
 
 
-async def looped(turns: list[ScriptedTurn], home: AgentServices, options: AgentOptions) -> None:
+async def run_loop(turns: list[ScriptedTurn], home: AgentServices, options: AgentOptions) -> None:
     """The same through the loop, its events kept in memory."""
     events: list[Any] = []
     trajectory = Trajectory([Message(role="user", content="go")])
@@ -123,9 +123,9 @@ def main() -> None:
         context = ToolContext(Workspace(Path(root)))
         home = AgentServices(common, context, ModelPool(key_of=read_key, on_retry=print), 300.0)
         plays: dict[str, Callable[[], Awaitable[None]]] = {
-            "client and tool alone": lambda: bare(turns, home.toolbox()),
-            "with the loop": lambda: looped(turns, home, plain),
-            "with many options": lambda: looped(turns, home, MANY),
+            "client and tool alone": lambda: run_bare(turns, home.toolbox()),
+            "with the loop": lambda: run_loop(turns, home, plain),
+            "with many options": lambda: run_loop(turns, home, MANY),
         }
         measured: dict[str, list[float]] = {name: [] for name in plays}
         for _ in range(args.rounds):

@@ -77,7 +77,7 @@ class Meter:
 
 
 @contextmanager
-def metered() -> Iterator[Meter]:
+def start_meter() -> Iterator[Meter]:
     """Put this process into a control group of its own."""
     groups = Path("/sys/fs/cgroup")
     root = groups / "cpuacct" if (groups / "cpuacct").is_dir() else groups
@@ -155,7 +155,7 @@ def make_image(place: Path, files: Mapping[str, str]) -> ImageStore:
     return store
 
 
-def made(
+def make_sandboxes(
     name: str, spaces: Sequence[Workspace], limits: Limits, store: ImageStore | None
 ) -> list[Sandbox]:
     """The sandboxes of one kind."""
@@ -190,7 +190,7 @@ async def measure(
     """One round of one sandbox, in ms of CPU and MB."""
     limits = Limits()
     spaces = [Workspace(place / f"{name}-{n}") for n in range(number + 1)]
-    first, *others = made(name, spaces, limits, store)
+    first, *others = make_sandboxes(name, spaces, limits, store)
     await first.run("shell", "true")  # what a worker pays once
     servers = {pid for pid, _ in descendants()}
 
@@ -224,7 +224,7 @@ async def measure(
 def main(sandboxes: str, number: int, rounds: int, venvs: Path | None) -> None:
     """Measure in rounds."""
     table = Table()
-    with metered() as meter, tempfile.TemporaryDirectory() as place:
+    with start_meter() as meter, tempfile.TemporaryDirectory() as place:
         needs_image = bool({"image", "podman"} & {*sandboxes.split(",")})
         store = make_image(Path(place), CALC) if needs_image else None
         for round_number in range(rounds):

@@ -87,7 +87,7 @@ def test_help_has_all_groups_and_examples(tmp_path: Path) -> None:
     assert "--model" not in start
 
 
-def offered(cwd: Path, *message: str) -> list[str]:
+def completions(cwd: Path, *message: str) -> list[str]:
     """What bash offers for the last of the words behind the program's name."""
     env = {
         "_BATCH_RUNNER_PY_COMPLETE": "bash_complete",
@@ -103,13 +103,13 @@ def test_a_shell_is_offered_commands_options_values_and_runs(tmp_path: Path) -> 
     for name in ("mine", "other"):
         (tmp_path / "trajectories" / name).mkdir(parents=True)
         (tmp_path / "trajectories" / name / "run.json").touch()
-    assert offered(tmp_path, "s") == ["score", "show", "stats", "status", "stop"]
-    assert offered(tmp_path, "--max_tu") == ["--max_turns"]
-    assert offered(tmp_path, "run", "--container_engine", "") == ["docker", "podman"]
-    assert offered(tmp_path, "run", "--accept_rows", "unk") == ["unknown_tool"]
-    assert offered(tmp_path, "status", "m") == ["mine"]
-    assert offered(tmp_path, "compare", "mine", "") == ["mine", "other"]
-    assert offered(tmp_path, "estimate", "--pi") == ["--pilot"]
+    assert completions(tmp_path, "s") == ["score", "show", "stats", "status", "stop"]
+    assert completions(tmp_path, "--max_tu") == ["--max_turns"]
+    assert completions(tmp_path, "run", "--container_engine", "") == ["docker", "podman"]
+    assert completions(tmp_path, "run", "--accept_rows", "unk") == ["unknown_tool"]
+    assert completions(tmp_path, "status", "m") == ["mine"]
+    assert completions(tmp_path, "compare", "mine", "") == ["mine", "other"]
+    assert completions(tmp_path, "estimate", "--pi") == ["--pilot"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

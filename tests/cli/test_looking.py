@@ -34,7 +34,7 @@ from tests.helpers.running import (
     wait_until,
     write_rows,
 )
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 from tests.report.test_report import HOSTILE_ID, ROWS
 
 HOLD = '''
@@ -61,14 +61,14 @@ def cwd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cwd
 
 
-def shown(cwd: Path, *args: object) -> str:
+def show(cwd: Path, *args: object) -> str:
     done = run(cwd, "show", *args)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_show_is_a_conversation_that_can_be_read(cwd: Path) -> None:
-    text = shown(cwd, "r", "plain")
+    text = show(cwd, "r", "plain")
     assert text.startswith("plain  completed\nscripted · 2 turns · 1 call (1 failed) · ")
     _, _, rest = text.partition("=== user\n")
     assert rest.startswith("Look into the room.\n")
@@ -78,7 +78,7 @@ def test_show_is_a_conversation_that_can_be_read(cwd: Path) -> None:
 
 
 def test_no_text_of_a_model_acts_on_the_terminal(cwd: Path) -> None:
-    text = shown(cwd, "r", HOSTILE_ID)
+    text = show(cwd, "r", HOSTILE_ID)
     assert not set(text) & set("\x1b\x07\u202e\x9b")
     assert text.count("⟨U+001B⟩[31mred⟨U+001B⟩]0;title⟨U+0007⟩ ⟨U+202E⟩back") >= 7
 
@@ -98,7 +98,7 @@ def test_a_prefix_of_an_id_is_enough_if_it_is_unique(cwd: Path) -> None:
 
 
 def test_show_without_an_id_lists_the_last_ones(cwd: Path, tmp_path: Path) -> None:
-    head, *listed = shown(cwd, "r").splitlines()
+    head, *listed = show(cwd, "r").splitlines()
     assert head == f"trajectories/r: {len(ROWS)} finished conversations, latest first"
     assert sorted(line.split()[0] for line in listed if "⟨" not in line) == sorted(
         row["id"] for row in ROWS if row["id"] != HOSTILE_ID
@@ -110,9 +110,9 @@ def test_show_without_an_id_lists_the_last_ones(cwd: Path, tmp_path: Path) -> No
     write_rows(tmp_path / "p.jsonl", *({"id": f"q{n:02}", "prompt": "Go."} for n in range(45)))
     (tmp_path / "script.yaml").write_text("- content: Done.\n")
     assert run(tmp_path, **SCRIPTED, script_file="script.yaml").returncode == 0
-    many = shown(tmp_path, "r").splitlines()
+    many = show(tmp_path, "r").splitlines()
     assert (len(many), many[-1]) == (42, "and 5 more; --json lists all")
-    ids = [entry["id"] for entry in json.loads(shown(tmp_path, "r", "--json"))]
+    ids = [entry["id"] for entry in json.loads(show(tmp_path, "r", "--json"))]
     assert sorted(ids) == [f"q{n:02}" for n in range(45)]
 
 
@@ -207,22 +207,22 @@ def test_a_pipe_in_place_of_records_is_named(cwd: Path, tmp_path: Path, command:
 
 
 def test_one_turn_alone(cwd: Path) -> None:
-    text = shown(cwd, "r", "plain", "--turn=2")
+    text = show(cwd, "r", "plain", "--turn=2")
     assert "Nothing there." in text
     assert "read_file" not in text
     (record,) = (line for line in records(cwd) if line["id"] == "plain")
-    turn = turn_as_json(stored(record), 1)
+    turn = turn_as_json(to_record(record), 1)
     assert turn["turn"] == record["turns"][0]
     assert [message["role"] for message in turn["messages"]] == ["assistant", "tool"]
     with pytest.raises(ConfigError, match="--turn 3: plain has 2 turns"):
-        turn_as_json(stored(record), 3)
+        turn_as_json(to_record(record), 3)
     with pytest.raises(ConfigError, match="--turn 3: plain has turns 1 to 2"):
-        list(ConversationText(stored(record), colours=False).text(turn=3))
+        list(ConversationText(to_record(record), colours=False).text(turn=3))
 
 
 def test_json_is_the_record(cwd: Path) -> None:
     (record,) = (line for line in records(cwd) if line["id"] == HOSTILE_ID)
-    assert json.loads(shown(cwd, "r", HOSTILE_ID, "--json")) == record
+    assert json.loads(show(cwd, "r", HOSTILE_ID, "--json")) == record
     assert StoredRun(cwd / "trajectories" / "r").record(HOSTILE_ID) == record
 
 
@@ -242,7 +242,7 @@ def test_subagents_and_summaries_of_a_conversation_are_shown(tmp_path: Path) -> 
     helper = json.dumps([{"name": "helper", "description": "Helps.", "max_turns": 2}])
     done = run(tmp_path, **SCRIPTED, subagents=helper, preparation="Look around.")
     assert done.returncode == 0, done.stderr
-    text = shown(tmp_path, "r", "a")
+    text = show(tmp_path, "r", "a")
     places = [
         text.index(part)
         for part in (
@@ -441,7 +441,7 @@ def result(turn: int, call: int, *, at: float) -> ResultEvent:
     )
 
 
-def journaled(run_dir: Path, *assignments: list[tuple[int, Event]], task: str = "a") -> None:
+def write_journal(run_dir: Path, *assignments: list[tuple[int, Event]], task: str = "a") -> None:
     """Write the events of one task with their positions, each assignment by a worker of its own."""
     inflight = run_dir / "inflight"
     inflight.mkdir(exist_ok=True)
@@ -455,7 +455,7 @@ def journaled(run_dir: Path, *assignments: list[tuple[int, Event]], task: str = 
 
 def test_a_call_without_a_result_is_in_progress(tmp_path: Path) -> None:
     events: list[Event] = [reply(1, "x", "y", at=100.0), result(1, 1, at=103.0)]
-    journaled(tmp_path, list(enumerate(events)))
+    write_journal(tmp_path, list(enumerate(events)))
     (one,) = conversations_in_flight(tmp_path / "inflight", settled=(), now=110.0)
     assert one == {
         "id": "a",
@@ -477,7 +477,7 @@ def test_the_model_is_waited_for_when_all_calls_are_answered(tmp_path: Path) -> 
     note = NoteEvent(kind="note", turn=1, reason="repeat", text="", at=104.0)
     inner = SubEvent(kind="sub", key="k", name="n", event=reply(7, "q", at=109.0))
     events: list[Event] = [reply(1, "x", at=100.0), result(1, 0, at=103.0), note, discarded, inner]
-    journaled(tmp_path, list(enumerate(events)))
+    write_journal(tmp_path, list(enumerate(events)))
     (one,) = conversations_in_flight(tmp_path / "inflight", settled=(), now=110.0)
     assert (one["doing"], one["turns"], one["tool"], one["idle_s"]) == ("model", 1, "x", 1.0)
 
@@ -488,7 +488,7 @@ def test_a_later_assignment_replaces_what_it_could_not_use(tmp_path: Path) -> No
         result(1, 0, at=101.0),
         reply(2, "old", at=102.0),
     ]
-    journaled(tmp_path, list(enumerate(before)), [(2, reply(2, "new", at=200.0))])
+    write_journal(tmp_path, list(enumerate(before)), [(2, reply(2, "new", at=200.0))])
     torn = tmp_path / "inflight" / "worker-9-0.jsonl"
     torn.write_bytes(b'{"task":"a","input_dig')
     (one,) = conversations_in_flight(tmp_path / "inflight", settled=(), now=200.0)

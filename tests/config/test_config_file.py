@@ -17,7 +17,7 @@ from tests.helpers.running import command, run, write_prompts
 FLAGS: dict[str, Any] = {"run_name": "r", "dataset_file": "p.jsonl"}
 
 
-def refused(tmp_path: Path, text: str = "", **flags: Any) -> str:
+def read_refusal(tmp_path: Path, text: str = "", **flags: Any) -> str:
     """What is said of a config file with this text, and these flags on top."""
     (tmp_path / "run.yaml").write_text(text or "num_workers: 1\n")
     with pytest.raises(ConfigError) as caught:
@@ -27,13 +27,13 @@ def refused(tmp_path: Path, text: str = "", **flags: Any) -> str:
 
 def test_a_key_that_is_given_twice_is_an_error_that_names_it(tmp_path: Path) -> None:
     text = "model: openai:cheap\nseed: 1\nmodel: openai:dear\n"
-    assert refused(tmp_path, text) == "run.yaml:3:1: not YAML: duplicate key 'model'"
-    inner = refused(tmp_path, "extra_body:\n  a: 1\n  a: 2")
+    assert read_refusal(tmp_path, text) == "run.yaml:3:1: not YAML: duplicate key 'model'"
+    inner = read_refusal(tmp_path, "extra_body:\n  a: 1\n  a: 2")
     assert "run.yaml:3:3: not YAML: duplicate key 'a'" in inner
 
 
 def test_a_key_that_is_given_with_and_without_dashes_is_named(tmp_path: Path) -> None:
-    said = refused(tmp_path, "num-workers: 8\nnum_workers: 1\n")
+    said = read_refusal(tmp_path, "num-workers: 8\nnum_workers: 1\n")
     assert said == "run.yaml:2: num_workers: given twice, once with dashes"
 
 
@@ -41,15 +41,15 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path) -> None:
     text = (
         "model: openai:m\n\nprices:\n  m: {output: 1,\n    input: much}\nmax-turns: x\nmodell: y\n"
     )
-    said = refused(tmp_path, text).splitlines()
+    said = read_refusal(tmp_path, text).splitlines()
     assert [line.partition(": ")[0] for line in said] == ["run.yaml:6", "run.yaml:5", "run.yaml:7"]
-    (missing,) = refused(tmp_path, "prices:\n  m:\n    input: 1\n").splitlines()
+    (missing,) = read_refusal(tmp_path, "prices:\n  m:\n    input: 1\n").splitlines()
     assert missing == "run.yaml:2: prices, in m.output: is missing"
 
 
 @pytest.mark.parametrize("key", ["max_turns", "num_samples", "max_cost_usd", "temperature"])
 def test_true_is_not_the_number_1(tmp_path: Path, key: str) -> None:
-    assert refused(tmp_path, f"{key}: yes\n").startswith(
+    assert read_refusal(tmp_path, f"{key}: yes\n").startswith(
         f"run.yaml:1: {key}: must be a number, not true or false"
     )
 
@@ -59,12 +59,12 @@ def test_aliases_that_stand_for_billions_of_values_are_refused_where_they_are(
 ) -> None:
     lines = [f"  a0: &a0 [{', '.join('x' * 9)}]"]
     lines += [f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
-    said = refused(tmp_path, "\n".join(["extra_body:", *lines]))
+    said = read_refusal(tmp_path, "\n".join(["extra_body:", *lines]))
     assert said.startswith("run.yaml:7:12: not YAML: the aliases up to here stand for more than")
 
 
 def test_a_config_file_that_is_a_dataset_is_not_read_whole(tmp_path: Path) -> None:
-    said = refused(tmp_path, "a: " + "x" * (17 << 20))
+    said = read_refusal(tmp_path, "a: " + "x" * (17 << 20))
     assert said == "run.yaml: not YAML: over 16 MiB; is it a dataset?"
 
 
@@ -75,7 +75,7 @@ def test_a_byte_that_is_not_utf8_is_named_with_its_line(tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_not_text_is_named(tmp_path: Path) -> None:
-    assert "run.yaml:1:17: not YAML: found unhashable key" in refused(
+    assert "run.yaml:1:17: not YAML: found unhashable key" in read_refusal(
         tmp_path, "system_prompt: {{ name }}\n"
     )
 
@@ -108,26 +108,26 @@ def test_the_first_of_several_merged_mappings_wins(tmp_path: Path) -> None:
     ],
 )
 def test_values_that_are_not_json_cannot_be_sent(tmp_path: Path, value: str, reason: str) -> None:
-    assert refused(tmp_path, f"extra_body: {value}\n").startswith(reason)
+    assert read_refusal(tmp_path, f"extra_body: {value}\n").startswith(reason)
 
 
 @pytest.mark.parametrize("key", ["messages", "stream", "tools", "n"])
 def test_extra_body_cannot_overwrite_fields_of_the_program(tmp_path: Path, key: str) -> None:
-    refusal = refused(tmp_path, f"extra_body: {{top_k: 5, {key}: true}}\n")
+    refusal = read_refusal(tmp_path, f"extra_body: {{top_k: 5, {key}: true}}\n")
     assert f"extra_body: {key}: not allowed in extra_body" in refusal
 
 
 def test_a_port_that_is_none_uses_up_no_attempts(tmp_path: Path) -> None:
-    assert "--base_url: Port out of range" in refused(
+    assert "--base_url: Port out of range" in read_refusal(
         tmp_path, base_url="http://127.0.0.1:99999/v1"
     )
 
 
 @pytest.mark.parametrize("url", ["http://me:canary@host/v1", "http://host/v1?key=canary"])
 def test_a_secret_in_a_url_is_not_shown(tmp_path: Path, url: str) -> None:
-    refusal = [refused(tmp_path, base_url=url)]
-    refusal += [refused(tmp_path, f"base_url: {url}\n")]
-    refusal += [refused(tmp_path, f"endpoints: {{mine: {{base_url: '{url}'}}}}\n")]
+    refusal = [read_refusal(tmp_path, base_url=url)]
+    refusal += [read_refusal(tmp_path, f"base_url: {url}\n")]
+    refusal += [read_refusal(tmp_path, f"endpoints: {{mine: {{base_url: '{url}'}}}}\n")]
     for message in refusal:
         assert "must not have a password, key or query" in message
         assert "canary" not in message
@@ -158,7 +158,7 @@ def test_a_flag_in_other_bytes_than_utf8_is_named(tmp_path: Path) -> None:
 def test_values_that_nothing_could_write_are_refused_with_their_place(
     tmp_path: Path, text: str, reason: str
 ) -> None:
-    assert refused(tmp_path, f"{text}\n").startswith(f"run.yaml:{reason}")
+    assert read_refusal(tmp_path, f"{text}\n").startswith(f"run.yaml:{reason}")
 
 
 def test_half_a_surrogate_pair_is_refused_wherever_a_config_comes_from(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class Door:
 
 
 @contextmanager
-def opened(door: Door) -> Iterator[str]:
+def serve_guarded(door: Door) -> Iterator[str]:
     class Guarded(Handler):
         protocol_version = "HTTP/1.1"
         wbufsize = -1
@@ -121,7 +121,7 @@ def test_a_key_command_serves_all_workers_and_its_keys_are_nowhere(tmp_path: Pat
     write_prompts(tmp_path / "p.jsonl", 60)
     token_file = tmp_path / "token"
     door = Door(token_file, calls_per_token=20)
-    with opened(door) as root:
+    with serve_guarded(door) as root:
         done = start(
             tmp_path,
             {"base_url": f"{root}/v1", "key_command": command(tmp_path, f"cat {token_file}")},
@@ -156,7 +156,7 @@ def test_a_client_of_one_s_own_is_used_in_workers(tmp_path: Path) -> None:
     (tmp_path / "my_clients.py").write_text(OWN_CLIENT)
     token_file = tmp_path / "token"
     door = Door(token_file, calls_per_token=20)
-    with opened(door) as root:
+    with serve_guarded(door) as root:
         options = {"root": f"{root}/v1", "token_file": str(token_file)}
         endpoint = {"client": "my_clients:make", "client_options": options}
         looked = start(tmp_path, endpoint, "--dry_run")
@@ -192,7 +192,7 @@ def test_batches_go_through_asynchronous_clients_of_one_s_own_only(
 def test_a_key_command_that_fails_stops_the_run_before_any_call(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 3)
     door = Door()
-    with opened(door) as root:
+    with serve_guarded(door) as root:
         fails = "echo oh-secret-1234; echo 'not signed in' >&2; exit 3"
         endpoint = {"base_url": root, "key_command": command(tmp_path, fails)}
         done = start(tmp_path, endpoint)
@@ -207,7 +207,7 @@ def test_a_key_command_that_fails_stops_the_run_before_any_call(tmp_path: Path) 
 def test_a_key_that_is_rejected_again_stops_the_run(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 3)
     door = Door(tmp_path / "token", calls_per_token=1000)
-    with opened(door) as root:
+    with serve_guarded(door) as root:
         endpoint = {"base_url": root, "key_command": command(tmp_path, "echo other-key-1234567")}
         done = start(tmp_path, endpoint, num_workers=1)
     assert done.returncode == 4
@@ -260,7 +260,7 @@ def test_headers_and_parameters_go_with_every_request(
     monkeypatch.setenv("GATEWAY", "gateway-key-0123456789")
     write_prompts(tmp_path / "p.jsonl", 2)
     door = Door()
-    with opened(door) as root:
+    with serve_guarded(door) as root:
         endpoint = {
             "base_url": f"{root}/v1",
             "headers": {"x-team": "data", "HTTP-Referer": "https://example.com"},
@@ -283,7 +283,7 @@ def test_what_an_endpoint_sends_back_of_its_secrets_is_removed(
     monkeypatch.setenv("GATEWAY", "gateway-key-0123456789")
     write_prompts(tmp_path / "p.jsonl", 2)
     door = Door(tmp_path / "token", 1)
-    with opened(door) as root:
+    with serve_guarded(door) as root:
         done = start(tmp_path, {"base_url": root, "headers_env": {"api-key": "GATEWAY"}})
     assert done.returncode == 4
     assert "[API key]" in done.stderr
@@ -300,14 +300,14 @@ def test_a_proxy_of_an_endpoint_is_used_there(
     """The door plays the proxy: it gets whole URLs of a host that nobody knows."""
     write_prompts(tmp_path / "p.jsonl", 2)
     door = Door()
-    with opened(door) as root:
+    with serve_guarded(door) as root:
         done = start(tmp_path, {"base_url": "http://llm.invalid/v1", "proxy": root})
     assert done.returncode == 0, done.stderr
     assert {path for path, _ in door.seen} == {"http://llm.invalid/v1/chat/completions"}
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "")
     door = Door()
-    with opened(door) as root:
+    with serve_guarded(door) as root:
         done = start(tmp_path, {"base_url": root, "proxy": "none"}, run_name="direct")
     assert done.returncode == 0, done.stderr
 

@@ -26,7 +26,7 @@ from run_agent import AIAgent
 FLAGS: dict[str, Any] = {"dataset_file": "p.jsonl", "run_name": "r", "model": "openai:m"}
 
 
-def stored(**former: Any) -> dict[str, Any]:
+def old_run_json(**former: Any) -> dict[str, Any]:
     """A run.json of an earlier version, with these options in it."""
     config = load_config(None, FLAGS)
     return {
@@ -87,7 +87,7 @@ def test_names_of_other_programs_are_accepted(tmp_path: Path) -> None:
     ],
 )
 def test_stored_runs_mean_what_they_meant(former: dict[str, Any], today: dict[str, Any]) -> None:
-    run = json.loads(json.dumps(stored(**former)))
+    run = json.loads(json.dumps(old_run_json(**former)))
     now = fill_defaults(data_options(load_config(None, {**FLAGS, **today})))
     assert stored_meaning(run) == json.loads(json.dumps(now))
     read = RunConfig.model_validate(update_names(run["config"], None))
@@ -96,7 +96,7 @@ def test_stored_runs_mean_what_they_meant(former: dict[str, Any], today: dict[st
 
 
 def test_a_run_with_another_value_of_what_is_fixed_now_differs() -> None:
-    run = stored(plan_step_turns=7)
+    run = old_run_json(plan_step_turns=7)
     now = fill_defaults(data_options(load_config(None, FLAGS)))
     differing = {name for name in now if stored_meaning(run).get(name) != now[name]}
     assert differing == {"plan_step_turns"}

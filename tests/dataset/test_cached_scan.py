@@ -71,7 +71,7 @@ def dataset(tmp_path: Path) -> Path:
     return path
 
 
-def served(dataset: Path, **options: Any) -> bool:
+def is_cache_used(dataset: Path, **options: Any) -> bool:
     """Whether what is kept is used; what is found must be what a scan finds, either way."""
     cache = dataset.with_name("dataset.idx")
     options = {**ASKED, **options}
@@ -84,9 +84,9 @@ def served(dataset: Path, **options: Any) -> bool:
 
 
 def test_the_same_dataset_is_not_scanned_again(dataset: Path) -> None:
-    assert served(dataset)
+    assert is_cache_used(dataset)
     os.utime(dataset, (1, 1))
-    assert served(dataset), "a file that was copied or touched is the same"
+    assert is_cache_used(dataset), "a file that was copied or touched is the same"
 
 
 def test_keys_are_found_in_files_of_earlier_versions(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_changed_dataset_is_scanned_even_with_its_old_size_and_time(
     before = dataset.stat()
     write(dataset, EDITS[name](dataset.read_bytes().split(b"\n")[:-1]))
     os.utime(dataset, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert not served(dataset)
+    assert not is_cache_used(dataset)
 
 
 def test_a_last_line_that_grew_is_another_line(dataset: Path, tmp_path: Path) -> None:
@@ -154,16 +154,16 @@ def test_a_last_line_that_grew_is_another_line(dataset: Path, tmp_path: Path) ->
     for bounds in (None, 2):
         dataset.write_bytes(b'{"prompt": "a"}\n{"prompt": "b"}')
         save_scan(cache, scan(dataset, **{**ASKED, "max_samples": bounds}))
-        assert served(dataset, max_samples=bounds)
+        assert is_cache_used(dataset, max_samples=bounds)
         dataset.write_bytes(b'{"prompt": "a"}\n{"prompt": "b"} and more')
-        assert not served(dataset, max_samples=bounds)
+        assert not is_cache_used(dataset, max_samples=bounds)
 
 
 @pytest.mark.parametrize("name", ["appended", "edited in place"])
 def test_rows_behind_max_samples_do_not_matter(dataset: Path, tmp_path: Path, name: str) -> None:
     save_scan(tmp_path / "dataset.idx", scan(dataset, **{**ASKED, "max_samples": 20}))
     write(dataset, EDITS[name](dataset.read_bytes().split(b"\n")[:-1]))
-    assert served(dataset, max_samples=20) is (name == "appended")
+    assert is_cache_used(dataset, max_samples=20) is (name == "appended")
 
 
 OTHER_RULES = [
@@ -192,17 +192,19 @@ OTHER_RULES = [
 def test_a_scan_saved_with_other_options_is_not_used(
     dataset: Path, options: dict[str, Any]
 ) -> None:
-    assert not served(dataset, **options)
+    assert not is_cache_used(dataset, **options)
     save_scan(dataset.with_name("dataset.idx"), scan(dataset, **{**ASKED, **options}))
-    assert served(dataset, **options)
-    assert not served(dataset)
+    assert is_cache_used(dataset, **options)
+    assert not is_cache_used(dataset)
 
 
 def test_rules_are_the_same_in_any_order_of_their_names(dataset: Path) -> None:
     names = [f"name{n}" for n in range(50)]
     options = {"rules": RowRules(models=frozenset(names), toolsets=frozenset(names))}
     save_scan(dataset.with_name("dataset.idx"), scan(dataset, **{**ASKED, **options}))
-    assert served(dataset, rules=RowRules(models=frozenset(names[::-1]), toolsets=frozenset(names)))
+    assert is_cache_used(
+        dataset, rules=RowRules(models=frozenset(names[::-1]), toolsets=frozenset(names))
+    )
 
 
 def test_a_damaged_scan_file_is_not_used_and_is_replaced(dataset: Path, tmp_path: Path) -> None:
@@ -214,11 +216,11 @@ def test_a_damaged_scan_file_is_not_used_and_is_replaced(dataset: Path, tmp_path
         damaged.append(right[:at] + bytes([right[at] ^ 1]) + right[at + 1 :])
     for content in (b"", b"\n\n", b"\0" * len(right), right + b"\0", *damaged):
         cache.write_bytes(content)
-        assert not served(dataset)
+        assert not is_cache_used(dataset)
         save_scan(cache, cached_scan(cache, dataset, **ASKED))
         assert cache.read_bytes() == right
     cache.unlink()
-    assert not served(dataset)
+    assert not is_cache_used(dataset)
 
 
 def test_a_right_file_is_not_written_again(dataset: Path, tmp_path: Path) -> None:
@@ -241,7 +243,7 @@ def test_a_dataset_that_is_edited_again_and_again_is_always_read_as_it_is(
             "max_samples": draw.choice([None, None, 3, 30]),
             "num_samples": draw.choice([1, 1, 2]),
         }
-        served(path, **options)
+        is_cache_used(path, **options)
         if draw.randrange(3):
             save_scan(cache, cached_scan(cache, path, **{**ASKED, **options}))
         match draw.randrange(6):

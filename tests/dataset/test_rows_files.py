@@ -78,7 +78,7 @@ def rows_file(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def made(tmp_path: Path, columns: str, row: dict[str, Any]) -> dict[str, Any]:
+def load_columns(tmp_path: Path, columns: str, row: dict[str, Any]) -> dict[str, Any]:
     return load_rows_file(rows_file(tmp_path, f"columns:\n  {columns}\nkeep: []\n")).row(row)
 
 
@@ -214,12 +214,14 @@ class TestTemplates:
             "self": "me",
             "json": '["p", "q"]',
         }
-        assert made(tmp_path, f"made: {template}", row) == {"made": value}
+        assert load_columns(tmp_path, f"made: {template}", row) == {"made": value}
 
     @pytest.mark.parametrize("text", ["123", "[1]", "None", "1e5", "{{n}}", "{% if %}", "{# x #}"])
     def test_a_columns_text_stays_text(self, tmp_path: Path, text: str) -> None:
         """It is neither a number nor a template, whatever it looks like."""
-        filled = made(tmp_path, "made: ['{{t}}', '{{t or 1}}', '<{{t}}>']", {"t": text, "n": 1})
+        filled = load_columns(
+            tmp_path, "made: ['{{t}}', '{{t or 1}}', '<{{t}}>']", {"t": text, "n": 1}
+        )
         assert filled == {"made": [text, text, f"<{text}>"]}
 
     @pytest.mark.parametrize(
@@ -246,7 +248,7 @@ class TestTemplates:
         self, tmp_path: Path, template: str, message: str
     ) -> None:
         row = {"id": "a", "bad": "{", "list": [], "l": [0] * 1000, "long": "x" * 100_000}
-        found = made(tmp_path, f"made: {template}", row)
+        found = load_columns(tmp_path, f"made: {template}", row)
         assert found.keys() == {"id", "row_error"}
         assert message in found["row_error"]
 

@@ -28,7 +28,7 @@ def dataset() -> list[Any]:
     return [*own[:5], {"prompt": 3}, *plain, *own[3:], plain[1], {"id": "bad"}]
 
 
-def given(name: str, shard: int | None = None, **more: Any) -> dict[str, Any]:
+def shard_options(name: str, shard: int | None = None, **more: Any) -> dict[str, Any]:
     only = {} if shard is None else {"shard": f"{shard}/{SHARDS}"}
     return {**SCRIPTED, "run_name": name, "num_samples": 2, **only, **more}
 
@@ -38,9 +38,9 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs whole (all of the dataset) and s0, s1, s2 (its shards)."""
     cwd = tmp_path_factory.mktemp("parts")
     write_rows(cwd / "p.jsonl", *dataset())
-    assert run(cwd, **given("whole")).returncode == 0
+    assert run(cwd, **shard_options("whole")).returncode == 0
     for shard in range(SHARDS):
-        done = run(cwd, **given(f"s{shard}", shard))
+        done = run(cwd, **shard_options(f"s{shard}", shard))
         assert done.returncode == 0, done.stderr
     return cwd
 
@@ -126,10 +126,10 @@ def test_a_run_keeps_to_its_shard(cwd: Path) -> None:
         ("s1", 2, "this run is for shard 1/3, now shard 2/3 is"),
         ("whole", 0, "this run is for the whole dataset, now shard 0/3 is"),
     ):
-        refused = run(cwd, **given(name, shard))
+        refused = run(cwd, **shard_options(name, shard))
         assert refused.returncode == 2
         assert message in refused.stderr
-    refused = run(cwd, **given("new", shard=SHARDS))
+    refused = run(cwd, **shard_options("new", shard=SHARDS))
     assert refused.returncode == 2
     assert "shards are numbered from 0 to n-1" in refused.stderr
 
@@ -145,7 +145,7 @@ def test_merged_shards_are_the_run_of_the_whole(cwd: Path) -> None:
     identity = json.loads((cwd / "trajectories" / "m" / "run.json").read_text())
     assert identity["config"]["shard"] is None
     assert identity["digest"] == run_json(cwd, "whole")["digest"] == run_json(cwd, "s1")["digest"]
-    resume_and_judge(cwd, given("m"), tasks=tasks_of_all)
+    resume_and_judge(cwd, shard_options("m"), tasks=tasks_of_all)
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_a_gap_that_is_wanted_is_work_for_the_merged_run(cwd: Path) -> None:
     merged = run(cwd, "merge", "s0", "s2", "--allow_gaps", into="m")
     assert merged.returncode == 0, merged.stderr
     whole = json.loads((cwd / "trajectories" / "whole" / "summary.json").read_text())
-    resume_and_judge(cwd, given("m"), tasks=whole["done"])
+    resume_and_judge(cwd, shard_options("m"), tasks=whole["done"])
     training = (cwd / "trajectories" / "m.jsonl").read_bytes()
     assert training == (cwd / "trajectories" / "whole.jsonl").read_bytes()
 
@@ -196,7 +196,7 @@ def test_a_gap_that_is_wanted_is_work_for_the_merged_run(cwd: Path) -> None:
 def test_a_shard_without_rows_is_complete(tmp_path: Path) -> None:
     rows = [{"id": "p", "prompt": "x", "script": [{"content": "y"}]}]
     write_rows(tmp_path / "p.jsonl", *rows)
-    done = [run(tmp_path, **given(f"e{n}", shard=n)) for n in range(SHARDS)]
+    done = [run(tmp_path, **shard_options(f"e{n}", shard=n)) for n in range(SHARDS)]
     assert [one.returncode for one in done] == [0] * SHARDS
     assert sum("0 prompts x 2 = 0 tasks" in one.stdout for one in done) == SHARDS - 1
 

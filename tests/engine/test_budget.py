@@ -51,7 +51,7 @@ def reply(cost_usd: float | None = 0.25, tokens: tuple[int | None, int | None] =
     return completion(usage=usage, cost_usd=cost_usd)
 
 
-def failed(kind: Kind, **facts: Any) -> ModelError:
+def make_error(kind: Kind, **facts: Any) -> ModelError:
     error = ModelError(kind, "")
     for name, value in facts.items():
         setattr(error, name, value)
@@ -193,11 +193,11 @@ class TestWorkerBudget:
             (ModelError("timeout", ""), 1.0),
             (ModelError("malformed", ""), 1.0),
             (None, 1.0),
-            (failed("overloaded", had_begun=True), 1.0),
-            (failed("rate_limited", had_begun=True), 1.0),
-            (failed("context_exceeded", paid=reply(0.25)), 1.0),
-            *((failed("overloaded", reply=(status, b"")), 1.0) for status in (408, 504, 524)),
-            *((failed("overloaded", reply=(status, b"")), 0.0) for status in (500, 502, 529)),
+            (make_error("overloaded", had_begun=True), 1.0),
+            (make_error("rate_limited", had_begun=True), 1.0),
+            (make_error("context_exceeded", paid=reply(0.25)), 1.0),
+            *((make_error("overloaded", reply=(status, b"")), 1.0) for status in (408, 504, 524)),
+            *((make_error("overloaded", reply=(status, b"")), 0.0) for status in (500, 502, 529)),
             (reply(0.25, (0, 30)), 1.0),
             (reply(1.25, (0, 30)), 1.25),
             (reply(0.0, (0, 0)), 0.0),

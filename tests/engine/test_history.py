@@ -84,7 +84,7 @@ def remove(repository: Path, base: str) -> None:
     assert asyncio.run(history_problem(context, base)) is None
 
 
-def proved(repository: Path, base: str) -> str | None:
+def find_problem(repository: Path, base: str) -> str | None:
     return asyncio.run(history_problem(context_of(repository), base))
 
 
@@ -147,7 +147,7 @@ def test_later_commits_are_gone_with_all_that_names_them(repository: Path, tmp_p
     (own / "rebase-merge/orig-head").write_text(f"{fix}\n")
     (own / "lfs").mkdir()
     assert fix in objects(repository)
-    assert "of base_commit" in str(proved(repository, base))
+    assert "of base_commit" in str(find_problem(repository, base))
     remove(repository, base)
     assert_only_ancestors(repository, base)
     assert git(repository, "symbolic-ref", "HEAD") == "refs/heads/work"

@@ -46,7 +46,7 @@ def server(info: Any) -> Iterator[str]:
             thread.join()
 
 
-def said(base_url: str, **options: Any) -> list[str]:
+def warnings(base_url: str, **options: Any) -> list[str]:
     given = {"model": "vllm:m", "token_ids": True, "temperature": 1, **options}
     config = RunConfig(
         dataset_file=Path("p.jsonl"),
@@ -75,7 +75,7 @@ def test_options_that_change_the_distribution_are_named(
     options: dict[str, Any], named: str
 ) -> None:
     with server(None) as url:
-        (message,) = said(url, **options)
+        (message,) = warnings(url, **options)
     assert f"m at {url} samples with {named}" in message
     assert "unless it was started with --logprobs-mode processed_logprobs" in message
 
@@ -83,7 +83,7 @@ def test_options_that_change_the_distribution_are_named(
 def test_a_grammar_is_named_whatever_the_mode() -> None:
     for known in (None, mode("processed_logprobs")):
         with server(known) as url:
-            (message,) = said(url, extra_body={"tool_choice": "required"})
+            (message,) = warnings(url, extra_body={"tool_choice": "required"})
         assert "samples by a grammar (tool_choice): its logprobs are those after" in message
 
 
@@ -98,21 +98,21 @@ def test_a_grammar_is_named_whatever_the_mode() -> None:
 )
 def test_nothing_is_said_where_they_are_the_same(options: dict[str, Any]) -> None:
     with server(None) as url:
-        assert said(url, **options) == []
+        assert warnings(url, **options) == []
 
 
 def test_a_server_that_tells_its_mode_decides() -> None:
     with server(mode("processed_logprobs")) as url:
-        assert said(url, temperature=0.6) == []
+        assert warnings(url, temperature=0.6) == []
     with server(mode("raw_logprobs")) as url:
-        (message,) = said(url, temperature=0.6)
+        (message,) = warnings(url, temperature=0.6)
         assert "unless" not in message
 
 
 @pytest.mark.parametrize("info", [[], {"vllm_config": "text"}, mode(None), {"vllm_config": {}}])  # type: ignore[arg-type]
 def test_other_answers_tell_nothing(info: Any) -> None:
     with server(info) as url:
-        assert "unless it was started with" in said(url, temperature=0.6)[0]
+        assert "unless it was started with" in warnings(url, temperature=0.6)[0]
 
 
 def test_a_start_says_it(tmp_path: Path) -> None:

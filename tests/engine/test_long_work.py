@@ -13,7 +13,7 @@ import pytest
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics import console
 from batch_trajectories.basics.console import PLAIN_EVERY_S, LongWork, hide_progress, track_progress
-from tests.helpers.exporting import make_run, worked
+from tests.helpers.exporting import call_record, make_run
 from tests.helpers.running import SCRIPTED, run, write_rows
 
 
@@ -118,7 +118,7 @@ def all_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("all_is_long")
 def test_statistics_are_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = make_run(tmp_path, worked(), worked())
+    source = make_run(tmp_path, call_record(), call_record())
     StoredRun(source.run_dir).statistics()
     assert "statistics: 2 of 2 records in 0 s" in capsys.readouterr().err
 

@@ -33,7 +33,7 @@ def start(cwd: Path, **options: Any) -> Path:
     return cwd / "trajectories" / "r"
 
 
-def started(cwd: Path, **options: Any) -> Path:
+def start_run(cwd: Path, **options: Any) -> Path:
     """A finished run of this user, made once for these options and copied."""
     made = _MADE.get(str(options))
     if made is None:
@@ -46,7 +46,7 @@ def started(cwd: Path, **options: Any) -> Path:
 _MADE: dict[str, TemporaryDirectory[str]] = {}
 
 
-def received(run_dir: Path, **changes: Any) -> None:
+def receive_run(run_dir: Path, **changes: Any) -> None:
     """The run as a stranger gives it away, with a config and a checksum of theirs."""
     identity = json.loads((run_dir / "run.json").read_text())
     identity["config"] |= changes
@@ -64,8 +64,8 @@ class TestMarks:
         assert was_started_here(moved), "runs may be moved"
 
     def test_one_that_was_edited_is_not(self, tmp_path: Path) -> None:
-        run_dir = started(tmp_path)
-        received(run_dir, temperature=0.5)
+        run_dir = start_run(tmp_path)
+        receive_run(run_dir, temperature=0.5)
         assert not was_started_here(run_dir)
 
     def test_nor_one_of_another_user_or_an_earlier_version(self, tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ class TestMarks:
         assert not was_started_here(run_dir)
 
     def test_its_own_command_marks_it(self, tmp_path: Path) -> None:
-        run_dir = started(tmp_path)
-        received(run_dir, sandbox="docker")
+        run_dir = start_run(tmp_path)
+        receive_run(run_dir, sandbox="docker")
         assert not was_started_here(run_dir)
         start(tmp_path)
         assert was_started_here(run_dir)
@@ -101,10 +101,10 @@ class TestMarks:
         assert not was_started_here(tmp_path / "trajectories" / "r")
 
     def test_merging_a_received_run_does_not_mark_it(self, tmp_path: Path) -> None:
-        run_dir = started(tmp_path)
+        run_dir = start_run(tmp_path)
         assert run(tmp_path, "merge", "r", into="own").returncode == 0
         assert was_started_here(tmp_path / "trajectories" / "own")
-        received(run_dir, grace_s=1)
+        receive_run(run_dir, grace_s=1)
         assert run(tmp_path, "merge", "r", into="theirs").returncode == 0
         assert not was_started_here(tmp_path / "trajectories" / "theirs")
 
@@ -165,7 +165,7 @@ class TestScore:
         """Whatever run.json names: nothing is asked there, and no command runs."""
         monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
         monkeypatch.setenv("SECRET", "mine")
-        run_dir = started(tmp_path)
+        run_dir = start_run(tmp_path)
         with answering(lambda *_: (200, chat_reply("RIGHT"))) as (url, bodies):
             at = f"{url}/v1"
             mark = tmp_path / "ran"
@@ -181,14 +181,14 @@ class TestScore:
                 "code:j": {"endpoints": {"code": {"client": "evil:client"}}},
             }
             for name, changes in named.items():
-                received(run_dir, **{"base_url": None, "endpoints": {}, **changes})
+                receive_run(run_dir, **{"base_url": None, "endpoints": {}, **changes})
                 done = run(tmp_path, "score", "r", judge=name)
                 assert done.returncode == 2, done.stderr
                 assert "--trust_run" in done.stderr
                 assert "not started here by you" in done.stderr
             assert not bodies
             assert not mark.exists()
-            received(run_dir, base_url=at, model="openai:m", key_env=None, endpoints={})
+            receive_run(run_dir, base_url=at, model="openai:m", key_env=None, endpoints={})
             monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
             done = run(tmp_path, "score", "r", judge="openai:j", call_attempts=1)
             assert done.returncode == 4
@@ -219,8 +219,8 @@ class TestScore:
             assert (done.returncode, len(bodies)) == (0, asked + 1)
 
     def test_its_prices_do_not_count(self, tmp_path: Path) -> None:
-        run_dir = started(tmp_path)
-        received(run_dir, prices={"j": {"input": 0, "output": 0}})
+        run_dir = start_run(tmp_path)
+        receive_run(run_dir, prices={"j": {"input": 0, "output": 0}})
         at: dict[str, Any] = {"base_url": "http://127.0.0.1:9/v1", "key_env": "none"}
         done = run(tmp_path, "score", "r", judge="j", max_tokens=5, max_judge_cost_usd=1, **at)
         assert "the price of 'j' is unknown" in done.stderr
@@ -228,7 +228,7 @@ class TestScore:
 
 class TestCheck:
     def test_commands_of_a_stranger_run_in_a_sandbox(self, tmp_path: Path) -> None:
-        run_dir = started(tmp_path, keep_workspaces=1)
+        run_dir = start_run(tmp_path, keep_workspaces=1)
         mark = tmp_path / "ran"
         write_rows(
             tmp_path / "new.jsonl",
@@ -236,7 +236,7 @@ class TestCheck:
         )
         evil = {"tools": ["evil.py:T"], "reward": ["evil.py:f"], "env_from": ["HOME"]}
         (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w')\n")
-        received(run_dir, sandbox="local", **evil)
+        receive_run(run_dir, sandbox="local", **evil)
         done = run(tmp_path, "check", "r", dataset_file="new.jsonl")
         assert not mark.exists(), done.stderr
         assert 'not used: sandbox="local", env_from=["HOME"]' in done.stderr
@@ -248,13 +248,13 @@ class TestCheck:
         assert 'used: sandbox="local", env_from=["HOME"]' in done.stderr
 
     def test_options_that_are_given_are_the_users(self, tmp_path: Path) -> None:
-        run_dir = started(tmp_path, keep_workspaces=1)
-        received(run_dir, sandbox="local")
+        run_dir = start_run(tmp_path, keep_workspaces=1)
+        receive_run(run_dir, sandbox="local")
         done = run(tmp_path, "check", "r", sandbox="local")
         assert "--trust_run" not in done.stderr
 
     def test_a_run_of_this_users_is_judged_as_before(self, tmp_path: Path) -> None:
-        started(tmp_path, keep_workspaces=1)
+        start_run(tmp_path, keep_workspaces=1)
         done = run(tmp_path, "check", "r")
         assert (done.returncode, done.stderr.count("not started here")) == (0, 0), done.stderr
 
@@ -294,9 +294,9 @@ class TestFork:
         ids=lambda evil: next(iter(evil)),
     )
     def test_refuses_what_a_stranger_names(self, tmp_path: Path, evil: dict[str, Any]) -> None:
-        run_dir = started(tmp_path)
+        run_dir = start_run(tmp_path)
         (tmp_path / "evil.py").write_text("open('ran', 'w')\n")
-        received(run_dir, **{"sandbox": "bwrap", **evil})
+        receive_run(run_dir, **{"sandbox": "bwrap", **evil})
         done = run(tmp_path, *self.FORK)
         assert done.returncode == 2
         assert f"not used: {next(iter(evil))}=" in done.stderr
@@ -318,10 +318,10 @@ class TestFork:
         self, tmp_path: Path, evil: dict[str, Any], command: str
     ) -> None:
         """As a flag such an option is the name of a file; a run holds what was in it."""
-        run_dir = started(tmp_path)
+        run_dir = start_run(tmp_path)
         for name in ("secrets.yaml", "secrets.json"):
             os.mkfifo(tmp_path / name)  # whoever opens it waits for ever
-        received(run_dir, **evil)
+        receive_run(run_dir, **evil)
         more: dict[str, Any] = {"into": "m"} if command == "merge" else {}
         done = run(tmp_path, command, "r", **more)
         assert done.returncode == 2, done.stderr
@@ -330,10 +330,10 @@ class TestFork:
     def test_says_where_conversations_go_before_the_first_call(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        run_dir = started(tmp_path)
+        run_dir = start_run(tmp_path)
         with answering(lambda *_: (200, chat_reply("y"))) as (url, bodies):
             at = f"{url}/v1"
-            received(run_dir, model="m", base_url=at, key_env="none", max_turns=3)
+            receive_run(run_dir, model="m", base_url=at, key_env="none", max_turns=3)
             done = run(tmp_path, *self.FORK)
             assert done.returncode == 2
             assert 'model="m"' in done.stderr
@@ -359,8 +359,8 @@ class TestFork:
             assert bodies[-1]["model"] == "n"
 
     def test_takes_the_rest_and_what_is_given(self, tmp_path: Path) -> None:
-        run_dir = started(tmp_path)
-        received(run_dir, output_dir=str(tmp_path / "theirs"), temperature=0.5)
+        run_dir = start_run(tmp_path)
+        receive_run(run_dir, output_dir=str(tmp_path / "theirs"), temperature=0.5)
         done = run(tmp_path, *self.FORK, sandbox="local")
         assert done.returncode == 0, done.stderr
         assert not (tmp_path / "theirs").exists()
@@ -373,8 +373,8 @@ class TestFork:
     def test_an_agent_of_any_form_is_refused_in_a_sentence(
         self, tmp_path: Path, agent: Any
     ) -> None:
-        run_dir = started(tmp_path)
-        received(run_dir, agent=agent)
+        run_dir = start_run(tmp_path)
+        receive_run(run_dir, agent=agent)
         refused = run(tmp_path, "fork", run_dir, run_name="f")
         assert refused.returncode == 2, refused.stderr
         assert "Traceback" not in refused.stderr

@@ -93,7 +93,7 @@ def setter(*keys: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def said_by(cwd: Path, *command: str) -> str:
+def run_command(cwd: Path, *command: str) -> str:
     """What a command prints; it must end, and not by an error that is none of its own."""
 
     def too_long(*_: object) -> None:
@@ -145,7 +145,7 @@ def test_any_run_json_is_used_or_refused_in_a_sentence(
     change_run(run_dir, setter(*keys))
     cwd = run_dir.parents[1]
     for command in ("stats", "report", "export", "merge", "status", "list", "compare", "verify"):
-        said_by(cwd, *COMMANDS[command])
+        run_command(cwd, *COMMANDS[command])
 
 
 RECORDS: tuple[tuple[Any, ...], ...] = (
@@ -170,7 +170,7 @@ def test_any_record_is_used_or_refused_in_a_sentence(run_dir: Path, keys: tuple[
     change_records(run_dir, setter(*keys))
     cwd = run_dir.parents[1]
     for command in ("stats", "show", "show one", "report", "compare", "export", "status"):
-        said_by(cwd, *COMMANDS[command])
+        run_command(cwd, *COMMANDS[command])
 
 
 PIPES = (
@@ -200,7 +200,7 @@ def test_no_command_waits_for_a_pipe(run_dir: Path, name: str) -> None:
     path.unlink(missing_ok=True)
     os.mkfifo(path)
     for command in COMMANDS.values():
-        said_by(run_dir.parents[1], *command)
+        run_command(run_dir.parents[1], *command)
 
 
 def test_a_dataset_that_is_a_pipe_or_another_file_is_not_read(run_dir: Path) -> None:
@@ -210,10 +210,10 @@ def test_a_dataset_that_is_a_pipe_or_another_file_is_not_read(run_dir: Path) -> 
     for name in ("pipe.jsonl", "private.jsonl"):
         change_run(run_dir, setter("dataset", "path", str(cwd / name)))
         (run_dir / "dataset.idx").unlink(missing_ok=True)
-        said = said_by(cwd, *COMMANDS["export"])
+        said = run_command(cwd, *COMMANDS["export"])
         assert ("not started here by you" in said) or ("no plain file" in said) or "pipe" in said
         assert "secret" not in said
-        assert said_by(cwd, *COMMANDS["merge"])
+        assert run_command(cwd, *COMMANDS["merge"])
         assert not (cwd / "trajectories" / "m").exists()
 
 
@@ -223,7 +223,7 @@ def test_links_that_lead_out_are_not_read(run_dir: Path, made: Path) -> None:
     shutil.move(run_dir / "records.jsonl", cwd / "private.jsonl")
     (run_dir / "records.jsonl").symlink_to(cwd / "private.jsonl")
     for command in ("show", "stats", "export", "report", "merge", "status"):
-        said = said_by(cwd, *COMMANDS[command])
+        said = run_command(cwd, *COMMANDS[command])
         assert "records.jsonl is a link to a file outside of it" in said, command
     own = cwd / "trajectories" / "o"
     shutil.move(own / "records.jsonl", cwd / "mine.jsonl")
@@ -241,7 +241,7 @@ def test_an_export_writes_through_no_link_of_theirs(run_dir: Path) -> None:
     manifest["schema_version"] = before["schema_version"]
     (dataset / "manifest.json").write_text(json.dumps(manifest))
     (dataset / "openai").symlink_to(cwd / "mine")
-    said_by(cwd, "export", "r", "--format=openai", "--shard_mb=1")
+    run_command(cwd, "export", "r", "--format=openai", "--shard_mb=1")
     assert not list((cwd / "mine").rglob("*"))
 
 
@@ -274,16 +274,16 @@ class TestRecipesOfTheirs:
     def test_without_a_flag(self, run_dir: Path, recipe: dict[str, Any]) -> None:
         cwd = self.received(run_dir, recipe)
         os.mkfifo(cwd / "pipe.jsonl")
-        said = said_by(cwd, *COMMANDS["check a dataset"])
+        said = run_command(cwd, *COMMANDS["check a dataset"])
         assert "you did not write this recipe here" in said
         assert "--trust_run" in said
-        said_by(cwd, *COMMANDS["report"])
-        said_by(cwd, *COMMANDS["verify"])
+        run_command(cwd, *COMMANDS["report"])
+        run_command(cwd, *COMMANDS["verify"])
         assert not (cwd / "ran").exists()
 
     def test_a_report_says_what_it_does_not_show(self, run_dir: Path) -> None:
         cwd = self.received(run_dir, {"mask": {"function": "evil.py:f"}})
-        assert "does not show what its function masks" in said_by(cwd, *COMMANDS["report"])
+        assert "does not show what its function masks" in run_command(cwd, *COMMANDS["report"])
         assert not (cwd / "ran").exists()
 
     def test_with_the_flag_or_as_ones_own(self, run_dir: Path) -> None:
@@ -297,7 +297,7 @@ class TestRecipesOfTheirs:
         done = run(cwd, "export", "r", "--check")
         assert done.returncode == 0, done.stderr
         assert (cwd / "ran").exists()
-        said_by(cwd, *COMMANDS["report"])
+        run_command(cwd, *COMMANDS["report"])
 
 
 def test_controls_are_escaped_and_json_stays_json() -> None:

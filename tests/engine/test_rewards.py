@@ -10,10 +10,10 @@ import pytest
 
 from batch_trajectories.engine.worker.reward_functions import RewardFunctions
 from batch_trajectories.records.checks import Judgement, judge_record, parse_rewards, record_rewards
-from tests.helpers.exporting import worked
+from tests.helpers.exporting import call_record
 from tests.helpers.playing import call, calls, say
 from tests.helpers.running import SCRIPTED, lines, run, started, wait_until, write_rows
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 GRADERS = """
 import os, signal, sys
@@ -69,7 +69,7 @@ def held(conversation, workspace, row):
 """
 
 
-def scored(folder: Path, record: dict[str, Any], *names: str, timeout_s: float = 60) -> Any:
+def score_record(folder: Path, record: dict[str, Any], *names: str, timeout_s: float = 60) -> Any:
     """The scores of a record by functions of GRADERS."""
     (folder / "graders.py").write_text(GRADERS)
 
@@ -86,18 +86,18 @@ def scored(folder: Path, record: dict[str, Any], *names: str, timeout_s: float =
 
 class TestAFunction:
     def test_gets_conversation_workspace_and_row(self, tmp_path: Path) -> None:
-        record = worked(row={"worth": 0.5})
-        named, length = scored(tmp_path, record, "named", "length")
+        record = call_record(row={"worth": 0.5})
+        named, length = score_record(tmp_path, record, "named", "length")
         assert named["rewards"] == {"reward": 0.5, "files": 0}
         assert named["turn_rewards"] == {"calls": [1, 0]}
         assert length["rewards"] == {"length": len("Done.")}
         assert (length["error"], len(length["version"])) == (None, 16)
         (tmp_path / "workspace").mkdir()
         (tmp_path / "workspace" / "a").touch()
-        assert scored(tmp_path, record, "named")[0]["rewards"]["files"] == 1
+        assert score_record(tmp_path, record, "named")[0]["rewards"]["files"] == 1
 
     def test_may_be_a_coroutine_that_rewards_turns(self, tmp_path: Path) -> None:
-        (score,) = scored(tmp_path, worked(), "later")
+        (score,) = score_record(tmp_path, call_record(), "later")
         assert (score["rewards"], score["turn_rewards"]) == ({}, {"later": [None, None]})
 
     @pytest.mark.parametrize(
@@ -118,23 +118,25 @@ class TestAFunction:
         self, tmp_path: Path, does: str, message: str
     ) -> None:
         timeout_s = 0.5 if does == "hang" else 60
-        (score,) = scored(tmp_path, worked(row={"does": does}), "ask", timeout_s=timeout_s)
+        (score,) = score_record(
+            tmp_path, call_record(row={"does": does}), "ask", timeout_s=timeout_s
+        )
         assert score["rewards"] is None
         assert score["error"] == message
 
     def test_may_print_what_it_likes(self, tmp_path: Path) -> None:
-        (score,) = scored(tmp_path, worked(row={"does": "print"}), "ask")
+        (score,) = score_record(tmp_path, call_record(row={"does": "print"}), "ask")
         assert score["rewards"] == {"ask": 1}
 
     def test_that_changes_has_another_version(self, tmp_path: Path) -> None:
-        (before,) = scored(tmp_path, worked(), "length")
-        (same,) = scored(tmp_path, worked(), "length")
+        (before,) = score_record(tmp_path, call_record(), "length")
+        (same,) = score_record(tmp_path, call_record(), "length")
         file = tmp_path / "other.py"
         file.write_text(GRADERS + "# changed")
 
         async def score() -> Any:
             functions = RewardFunctions([f"{file}:length"], timeout_s=60)
-            amount = await functions.scores(worked(), None)
+            amount = await functions.scores(call_record(), None)
             await functions.close()
             return amount
 
@@ -150,21 +152,23 @@ FAILED = {**SCORE, "rewards": None, "error": "ValueError"}
 class TestRewardsOfARecord:
     def test_are_those_of_the_check_then_those_of_functions(self) -> None:
         later = {**SCORE, "rewards": {"style": 3.0, "f": 1.0}, "turn_rewards": {"f": [0, 1]}}
-        record = worked(check=CHECK, scores=[FAILED, later])
-        assert record_rewards(stored(record)).by_name == {"reward": 0.25, "style": 3.0, "f": 1.0}
-        assert record_rewards(stored(record)).by_turn == {"f": [0, 1]}
-        assert judge_record(stored(record)) == Judgement(False, 0.25)
-        assert judge_record(stored(record), "f") == Judgement(None, 1.0)
-        assert judge_record(stored(record), "other") == Judgement(None, None)
+        record = call_record(check=CHECK, scores=[FAILED, later])
+        assert record_rewards(to_record(record)).by_name == {"reward": 0.25, "style": 3.0, "f": 1.0}
+        assert record_rewards(to_record(record)).by_turn == {"f": [0, 1]}
+        assert judge_record(to_record(record)) == Judgement(False, 0.25)
+        assert judge_record(to_record(record), "f") == Judgement(None, 1.0)
+        assert judge_record(to_record(record), "other") == Judgement(None, None)
 
     def test_the_first_is_the_reward_of_a_record_without_one_of_that_name(self) -> None:
         first = {**SCORE, "rewards": {"f": 0.75, "g": 1.0}}
-        assert judge_record(stored(worked(scores=[first]))) == Judgement(None, 0.75)
-        assert judge_record(stored(worked(scores=[FAILED]))) == Judgement(None, None)
+        assert judge_record(to_record(call_record(scores=[first]))) == Judgement(None, 0.75)
+        assert judge_record(to_record(call_record(scores=[FAILED]))) == Judgement(None, None)
 
     def test_a_function_can_replace_the_reward_of_the_check(self) -> None:
         score = {**SCORE, "rewards": {"reward": 0.9}}
-        assert judge_record(stored(worked(check=CHECK, scores=[score]))) == Judgement(False, 0.9)
+        assert judge_record(to_record(call_record(check=CHECK, scores=[score]))) == Judgement(
+            False, 0.9
+        )
 
 
 @pytest.mark.parametrize("value", [{}, {"": 1}, {"x" * 101: 1}, {"a": None}, True, 10**400])

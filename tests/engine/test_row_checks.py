@@ -23,7 +23,7 @@ from toolsets.workspace.workspace import Workspace
 REWARDS = {"reward_file": ["out/reward.json", "reward.txt"]}
 
 
-def judged(root: Path, check: dict[str, Any], *, turns: int | None = None) -> dict[str, Any]:
+def judge(root: Path, check: dict[str, Any], *, turns: int | None = None) -> dict[str, Any]:
     """The result of a check of the files in `root`, in a real sandbox."""
     found = read_row_setup({"check": check}).check
     assert found is not None
@@ -54,7 +54,7 @@ class TestRewardFiles:
     def test_the_first_that_was_written_holds_the_reward(
         self, tmp_path: Path, command: str, reward: float, passed: bool
     ) -> None:
-        result = judged(tmp_path / "w", {"command": command, **REWARDS})
+        result = judge(tmp_path / "w", {"command": command, **REWARDS})
         assert (result["reward"], result["passed"]) == (reward, passed)
         if "speed" in command:
             assert result["rewards"] == {"reward": 0, "speed": 7}
@@ -72,7 +72,7 @@ class TestRewardFiles:
         self, tmp_path: Path, content: Any, rewards: dict[str, float], by_turn: dict[str, Any]
     ) -> None:
         command = f"mkdir -p out; echo '{json.dumps(content)}' > out/reward.json"
-        result = judged(tmp_path / "w", {"command": command, **REWARDS}, turns=2)
+        result = judge(tmp_path / "w", {"command": command, **REWARDS}, turns=2)
         assert result["rewards"] == rewards
         assert result.get("turn_rewards", {}) == by_turn
 
@@ -104,7 +104,7 @@ class TestRewardFiles:
     def test_a_check_without_a_reward_has_failed_itself(
         self, tmp_path: Path, command: str, message: str
     ) -> None:
-        result = judged(tmp_path / "w", {"command": command, **REWARDS}, turns=2)
+        result = judge(tmp_path / "w", {"command": command, **REWARDS}, turns=2)
         assert (result["passed"], result["reward"]) == (None, None)
         assert message in result["error"]
 
@@ -114,26 +114,26 @@ class TestRewardFiles:
         (root / "out").symlink_to(tmp_path)
         (root / "log").write_text("PASSED a\n")
         (tmp_path / "reward.json").write_text('{"reward": 1}')
-        assert "did not write" in judged(root, {"command": "true", **REWARDS})["error"]
+        assert "did not write" in judge(root, {"command": "true", **REWARDS})["error"]
         tests = {"patterns": ["(?P<status>PASSED) (?P<name>.)"], "pass": ["a"], "log": "log"}
-        assert not judged(root, {"command": "true", "tests": tests})["passed"]
+        assert not judge(root, {"command": "true", "tests": tests})["passed"]
 
     def test_a_check_whose_files_have_no_place_has_failed_itself(self, tmp_path: Path) -> None:
         reward_file = f"{300 * 'd'}/reward.json"
-        result = judged(tmp_path / "w", {"command": "true", "reward_file": reward_file})
+        result = judge(tmp_path / "w", {"command": "true", "reward_file": reward_file})
         assert (result["passed"], result["reward"], result["exit_code"]) == (None, None, None)
         assert f"cannot make room for {reward_file}" in result["error"]
 
     @pytest.mark.parametrize("how", [{}, REWARDS])
     def test_a_check_that_takes_too_long_gives_no_reward(self, tmp_path: Path, how: Any) -> None:
         command = "echo 1 | tee reward.txt; sleep 60"
-        result = judged(tmp_path / "w", {"command": command, "timeout_s": 0.3, **how})
+        result = judge(tmp_path / "w", {"command": command, "timeout_s": 0.3, **how})
         assert (result["passed"], result["reward"], result["exit_code"]) == (None, None, None)
         assert result["error"].startswith("`check`: it timed out after ")
         assert result["stdout"] == "1\n"
 
     def test_a_check_that_ends_its_sandbox_gives_no_reward(self, tmp_path: Path) -> None:
-        result = judged(tmp_path / "w", {"command": "kill -9 $PPID"})
+        result = judge(tmp_path / "w", {"command": "kill -9 $PPID"})
         assert (result["passed"], result["reward"]) == (None, None)
         assert "the sandbox ended" in result["error"]
 
@@ -159,7 +159,7 @@ class TestPrintedRewards:
         self, tmp_path: Path, printed: Any, found: dict[str, Any]
     ) -> None:
         """Other values are what a program prints besides."""
-        result = judged(
+        result = judge(
             tmp_path / "w", {"command": f"echo x; echo '{json.dumps(printed)}'; false"}, turns=2
         )
         names = ("reward", "rewards", "turn_rewards")
@@ -167,14 +167,14 @@ class TestPrintedRewards:
 
     def test_a_reward_for_each_turn_needs_the_number_of_turns(self, tmp_path: Path) -> None:
         command = "echo '{\"turn_rewards\": ['$CONVERSATION_TURNS']}'"
-        result = judged(tmp_path / "w", {"command": command}, turns=3)
+        result = judge(tmp_path / "w", {"command": command}, turns=3)
         assert "the last line of its output 'reward' has 1 reward," in result["error"]
-        result = judged(tmp_path / "w", {"command": command}, turns=1)
+        result = judge(tmp_path / "w", {"command": command}, turns=1)
         assert result["turn_rewards"] == {"reward": [1]}
 
     @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
     def test_a_reward_that_is_not_finite_fails_the_check(self, tmp_path: Path, number: str) -> None:
-        result = judged(tmp_path / "w", {"command": f"echo '{{\"reward\": {number}}}'"})
+        result = judge(tmp_path / "w", {"command": f"echo '{{\"reward\": {number}}}'"})
         assert "not a finite number" in result["error"]
 
     @pytest.mark.parametrize("check", ["", {"command": " "}])
@@ -185,7 +185,7 @@ class TestPrintedRewards:
     @pytest.mark.parametrize("wrong", [{"a": 1}, [True, 1], ["1", 1], 5])
     def test_wrong_rewards_of_turns_fail_the_check(self, tmp_path: Path, wrong: Any) -> None:
         command = f"echo '{json.dumps({'reward': 1, 'turn_rewards': wrong})}'"
-        result = judged(tmp_path / "w", {"command": command}, turns=2)
+        result = judge(tmp_path / "w", {"command": command}, turns=2)
         assert "the last line of its output" in result["error"]
 
 
@@ -195,8 +195,8 @@ def test_a_check_has_its_own_variables_and_scripts(tmp_path: Path) -> None:
         "files": {"test.sh": '#!/bin/sh\ntest "$A" = "it\'s"'},
         "env": {"A": "it's"},
     }
-    assert judged(tmp_path / "w", check)["passed"]
-    assert not judged(tmp_path / "w", {**check, "env": {}})["passed"]
+    assert judge(tmp_path / "w", check)["passed"]
+    assert not judge(tmp_path / "w", {**check, "env": {}})["passed"]
 
 
 class TestOutcomes:
@@ -292,13 +292,13 @@ class TestOutcomes:
             "patterns": ["^(?P<status>[A-Z]+) (?P<name>.+)$"],
             "pass": ["a", "b"],
         }
-        printed = judged(
+        printed = judge(
             tmp_path / "w", {"command": "echo PASSED a; echo PASSED b; false", "tests": tests}
         )
         assert (printed["passed"], printed["reward"]) == (True, 1.0)
         tests["log"] = "logs/log"
         command = "(echo PASSED a; echo FAILED b) > logs/log; echo PASSED b"
-        logged = judged(tmp_path / "w", {"command": command, "tests": tests})
+        logged = judge(tmp_path / "w", {"command": command, "tests": tests})
         assert (logged["passed"], logged["reward"]) == (False, 0.0)
         assert logged["tests"] == {
             "expected": 2,
@@ -312,7 +312,7 @@ class TestOutcomes:
         """More than a sandbox keeps of what a command prints."""
         tests = {"patterns": ["^(?P<status>[A-Z]+) (?P<name>.+)$"], "pass": ["a5000"], "log": "log"}
         command = "for n in $(seq 20000); do echo PASSED a$n; done > log"
-        assert judged(tmp_path / "w", {"command": command, "tests": tests})["passed"]
+        assert judge(tmp_path / "w", {"command": command, "tests": tests})["passed"]
 
 
 def test_a_conversation_whose_check_failed_itself_is_kept_without_a_reward(tmp_path: Path) -> None:

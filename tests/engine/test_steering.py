@@ -21,7 +21,7 @@ from batch_trajectories.engine.supervisor.limits import RunLimits
 from batch_trajectories.engine.supervisor.steering import Steering
 from batch_trajectories.records.files import append_line, read_json
 from tests.fakes.fake_endpoint import FakeEndpoint
-from tests.helpers.exporting import make_run, worked
+from tests.helpers.exporting import call_record, make_run
 from tests.helpers.running import lines, run, started, wait_until, write_prompts
 
 
@@ -120,7 +120,7 @@ def test_a_run_of_another_user_is_not_steered(
 
 
 def test_a_run_that_does_not_work_is_not_steered(tmp_path: Path) -> None:
-    make_run(tmp_path, worked())
+    make_run(tmp_path, call_record())
     done = run(tmp_path, "pause", "r", output_dir=tmp_path)
     assert done.returncode == 2
     assert "no process works on this run" in done.stderr
@@ -128,7 +128,7 @@ def test_a_run_that_does_not_work_is_not_steered(tmp_path: Path) -> None:
 
 
 def test_a_limit_that_is_no_number_is_named(tmp_path: Path) -> None:
-    make_run(tmp_path, worked())
+    make_run(tmp_path, call_record())
     done = run(tmp_path, "limits", "r", rpm="nan", output_dir=tmp_path)
     assert done.returncode == 2
     assert "--rpm: nan cannot be a limit" in done.stderr

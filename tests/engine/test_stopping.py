@@ -29,9 +29,9 @@ from batch_trajectories.engine.stopping import (
     stopping_rule,
 )
 from batch_trajectories.export.statistics.rewards import RewardStatistics
-from tests.helpers.exporting import judged
+from tests.helpers.exporting import judged_record
 from tests.helpers.running import write_prompts
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 CASCADE = StoppingRule(1, 0, ("small", "middle", "large"), 2)
 RULES = [
@@ -193,7 +193,7 @@ def test_the_chance_is_marked_as_corrected_in_statistics() -> None:
     figures = RewardStatistics(4, StoppingRule(1))
     for prompt, rewards in enumerate(([1.0], [0.0, 1.0], [0.0] * 4)):
         for reward in rewards:
-            figures.add(stored({**judged(reward, "a"), "prompt_id": f"p{prompt}"}))
+            figures.add(to_record({**judged_record(reward, "a"), "prompt_id": f"p{prompt}"}))
     counted = figures.to_json()
     assert counted["pass_at"] == {"1": 33.33, "2": 66.67, "4": 66.67}
     assert counted["stopped_at"] == [1, 0]

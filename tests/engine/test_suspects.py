@@ -91,7 +91,7 @@ class Player(WorkerHandle):
     @property
     def assignments(self) -> list[Assignment]:
         """All that it got."""
-        return [one for message in self.heard for one in assigned(message)]
+        return [one for message in self.heard for one in assignments_in(message)]
 
     @property
     def tasks(self) -> list[str]:
@@ -106,7 +106,7 @@ def release_at_stop(player: Player, message: ToWorker | None) -> None:
             player.say(TaskReleased(key))
 
 
-def assigned(message: ToWorker | None) -> list[Assignment]:
+def assignments_in(message: ToWorker | None) -> list[Assignment]:
     return message.assignments if isinstance(message, AssignTasks) else []
 
 
@@ -171,7 +171,7 @@ def test_a_suspect_whose_journal_is_damaged_stops_the_run_in_good_order(
         if message is None and player.number == 3:
             for segment in player.inflight.glob("*.jsonl"):
                 segment.write_bytes(b"x" * segment.stat().st_size)
-        for assignment in assigned(message):
+        for assignment in assignments_in(message):
             if assignment.task.id == "p0000":
                 player.die(assignment)
         release_at_stop(player, message)
@@ -188,7 +188,7 @@ def test_a_poison_task_whose_journal_is_damaged_stops_the_run_in_good_order(
     """Its record is made of its journal."""
 
     def play(player: Player, message: ToWorker | None) -> None:
-        for assignment in assigned(message):
+        for assignment in assignments_in(message):
             if assignment.task.id == "p0000":
                 if player.number == 3:
                     for segment in player.inflight.glob("worker-[02]-*"):
@@ -209,7 +209,7 @@ def test_a_suspect_stays_alone_while_refusals_of_its_worker_are_decided(
     """A refusal that was held back is of a task that its worker no longer has."""
 
     def kill_workers(player: Player, message: ToWorker | None) -> None:
-        for assignment in assigned(message):
+        for assignment in assignments_in(message):
             if player.number < 2:
                 player.die(assignment)
             else:
@@ -222,7 +222,7 @@ def test_a_suspect_stays_alone_while_refusals_of_its_worker_are_decided(
     def play(player: Player, message: ToWorker | None) -> None:
         if message is None:
             started.append(player)
-        for assignment in assigned(message):
+        for assignment in assignments_in(message):
             if assignment.task.id == "p0005":
                 for refused in player.assignments:
                     player.fail(refused, "bad_request")

@@ -19,7 +19,7 @@ from batch_trajectories.export.statistics.cache_use import (
 )
 from batch_trajectories.export.statistics.health import Health, health_as_text, problems_in
 from batch_trajectories.records.record_types import Record
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 GROWS = 3000
 PRICE = Price(input=3.0, output=15.0, cache_read=0.3, cache_write=3.75)
@@ -82,7 +82,7 @@ def use_of(*records: Mapping[str, Any]) -> CacheUse:
 
 
 def of_line(record: Mapping[str, Any], number: int = 0) -> Record:
-    return stored({"id": f"r{number}", **record})
+    return to_record({"id": f"r{number}", **record})
 
 
 def health_of(*records: Mapping[str, Any], price: Price | None = None) -> list[dict[str, Any]]:
@@ -216,7 +216,7 @@ def test_an_agent_with_the_time_in_its_system_prompt_is_named() -> None:
     assert use_of(agents(turns, rewritten=rewritten)).misses().cause == "system"
 
 
-def unreported() -> dict[str, Any]:
+def no_counts() -> dict[str, Any]:
     return growing([None] * 10)
 
 
@@ -254,7 +254,7 @@ def batches() -> dict[str, Any]:
     return conversation([{**one, "batch_item": f"b{one['turn']}"} for one in turns])
 
 
-def resumed() -> dict[str, Any]:
+def resumed_conversation() -> dict[str, Any]:
     """A later process continued it after each turn."""
     resumes = [{"turn": n, "interrupted": [], "repeated": []} for n in range(1, 10)]
     return growing(COLD, resumes=resumes)
@@ -283,7 +283,7 @@ def first_turns() -> dict[str, Any]:
     return growing(warm(3), inner=inner)
 
 
-def compacted() -> dict[str, Any]:
+def compacted_conversation() -> dict[str, Any]:
     """Older replies are shortened in each request."""
     return growing([0, *[1500] * 9], view_compacted=True, options={"compact_after": 1})
 
@@ -320,7 +320,7 @@ def shrinks() -> dict[str, Any]:
     return conversation([turn(n, (60_000 - 3000 * n, 1200)) for n in range(1, 11)])
 
 
-def imported() -> dict[str, Any]:
+def imported_conversation() -> dict[str, Any]:
     return growing(COLD, imported={"format": "atif"})
 
 
@@ -339,12 +339,12 @@ def only_marked() -> dict[str, Any]:
     return conversation(turns, api="anthropic_messages")
 
 
-def rounded() -> dict[str, Any]:
+def whole_blocks() -> dict[str, Any]:
     """Caches keep whole blocks, and requests grow fast."""
     return growing([0, *[GROWS * n - 127 for n in range(1, 10)]])
 
 
-def rounded_short() -> dict[str, Any]:
+def whole_blocks_of_short_prompt() -> dict[str, Any]:
     """A block is much of a short prompt."""
     counts = [(1100 + n, 900 if n > 1 else 0) for n in range(1, 11)]
     return conversation([turn(n, one) for n, one in enumerate(counts, 1)])
@@ -370,26 +370,26 @@ def replica_lost() -> dict[str, Any]:
 
 
 SOUND = [
-    unreported,
+    no_counts,
     without_cache,
     short_prompts,
     gemini,
     pauses,
     waits,
     batches,
-    resumed,
+    resumed_conversation,
     branch,
     summaries,
     first_turns,
-    compacted,
+    compacted_conversation,
     agent_compacts,
     agent_shortens,
     shrinks,
-    imported,
+    imported_conversation,
     without_counts,
     only_marked,
-    rounded,
-    rounded_short,
+    whole_blocks,
+    whole_blocks_of_short_prompt,
     almost_all,
     others_between,
     replica_lost,
@@ -430,13 +430,13 @@ def test_samples_of_a_prompt_do_not_miss_each_others_caches() -> None:
 
 
 def test_what_is_not_reported_is_unknown() -> None:
-    record = of_line({**unreported(), "usage": {"input_tokens": 9, "cache_read_tokens": None}})
+    record = of_line({**no_counts(), "usage": {"input_tokens": 9, "cache_read_tokens": None}})
     assert (count_cached_tokens(record), compute_cached_share(record), missed_turns(record)) == (
         None,
         None,
         [],
     )
-    counted = use_of(unreported()).to_json()
+    counted = use_of(no_counts()).to_json()
     assert (counted["share"], counted["unknown_turns"], counted["input_tokens"]) == (None, 10, 0)
     assert [*as_text(counted)] == ["prompt caches: unknown for 10 turns, nothing reports them"]
 
@@ -448,7 +448,7 @@ def test_servers_that_leave_out_zeros_have_zeros() -> None:
     record = of_line({**silent, "usage": usage})
     assert count_cached_tokens(record) == 2944
     assert missed_turns(record) == list(range(3, 11))
-    counted = use_of(silent, unreported()).to_json()
+    counted = use_of(silent, no_counts()).to_json()
     assert (counted["unknown_turns"], counted["cached_tokens"]) == (0, 2944)
     assert is_alarmed(*[silent] * 4)
 

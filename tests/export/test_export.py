@@ -26,10 +26,10 @@ from tests.helpers.builders import (
     user,
 )
 from tests.helpers.running import ids, lines, write_rows
-from tests.helpers.stored import stored, whole
+from tests.helpers.stored import complete, to_record
 
 
-def failed(content: str = "no", *, id: str = "c1", kind: Any = None) -> dict[str, Any]:
+def failed_result(content: str = "no", *, id: str = "c1", kind: Any = None) -> dict[str, Any]:
     message = result(content, id=id, is_error=True)
     return message if kind is None else {**message, "details": {"failure": kind}}
 
@@ -37,7 +37,7 @@ def failed(content: str = "no", *, id: str = "c1", kind: Any = None) -> dict[str
 def statistics_of(*records: dict[str, Any]) -> dict[str, Any]:
     statistics = Statistics()
     for record in records:
-        kept = stored(record)
+        kept = to_record(record)
         statistics.add(kept, AuthoredWork(kept))
     return statistics.to_json()
 
@@ -50,7 +50,7 @@ def export(folder: Path, *records: dict[str, Any], pending: int = 0, **options: 
     run_dir = folder / "r"
     run_dir.mkdir(exist_ok=True)
     stored = [
-        whole(record) | {"id": task.id, "input_digest": task.input_digest}
+        complete(record) | {"id": task.id, "input_digest": task.input_digest}
         for task, record in zip(tasks(scanned), records, strict=False)
     ]
     write_rows(run_dir / "records.jsonl", *stored)
@@ -58,7 +58,7 @@ def export(folder: Path, *records: dict[str, Any], pending: int = 0, **options: 
     return run_dir
 
 
-def loaded(path: Path) -> dict[str, Any]:
+def load(path: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(path.read_bytes())
     return content
 
@@ -69,7 +69,7 @@ INLINE = record_of(user(), assistant("<think>Hm.</think>Hi."))
 EARLY = record_of(user(), assistant("", call()), result("r"), status="max_turns")
 FAILED = record_of(user(), status="failed", error={"class": "ModelError", "message": "gone"})
 BROKEN = record_of(
-    user(), assistant("", call("{")), failed(kind="invalid_arguments"), assistant("Hi.")
+    user(), assistant("", call("{")), failed_result(kind="invalid_arguments"), assistant("Hi.")
 )
 
 
@@ -87,7 +87,7 @@ class TestRequireReasoning:
             "reason": "no_reasoning",
             "detail": "no turn of the model holds reasoning",
         }
-        manifest = loaded(run_dir / "exports" / "manifest.json")
+        manifest = load(run_dir / "exports" / "manifest.json")
         assert manifest["rejected_by_reason"] == {"failed": 1, "no_reasoning": 1}
         assert ids(run_dir / "records.jsonl") == ["t0", "t1", "t2", "t3", "t4"]
 
@@ -104,12 +104,14 @@ class TestRequireReasoning:
         record = record_of(
             user(), assistant("", call(), reasoning="Hm."), result("r"), assistant("Hi.")
         )
-        assert route_record(stored(record), style=Style(require_reasoning=True)).file == "training"
+        assert (
+            route_record(to_record(record), style=Style(require_reasoning=True)).file == "training"
+        )
 
     def test_a_row_that_breaks_a_rule_is_rejected_for_that(self) -> None:
         """Rows with invented tools are rejected with the reason, counted."""
         assert (
-            route_record(stored(BROKEN), style=Style(require_reasoning=True)).reason
+            route_record(to_record(BROKEN), style=Style(require_reasoning=True)).reason
             == "arguments_not_json"
         )
 
@@ -135,7 +137,7 @@ class TestStatisticsFile:
         """At the end there are one training file and `statistics.json`."""
         records = (THOUGHT, EARLY, BROKEN, FAILED)
         run_dir = export(tmp_path, *records, pending=2)
-        statistics = loaded(run_dir / "statistics.json")
+        statistics = load(run_dir / "statistics.json")
         assert statistics.pop("tokens") == {
             "input_tokens": 40,
             "output_tokens": 0,
@@ -187,7 +189,7 @@ class TestStatisticsFile:
             turns = [{**PLAIN["turns"][0], "started_at": started_at}]
             run_dir = export(tmp_path / name, PLAIN | {"turns": turns}, EARLY)
             files = [run_dir.parent / "r.jsonl", *sorted((run_dir / "exports").iterdir())]
-            return [file.read_bytes() for file in files], loaded(run_dir / "statistics.json")
+            return [file.read_bytes() for file in files], load(run_dir / "statistics.json")
 
         early, early_statistics = exported("early", started_at=1.0)
         late, late_statistics = exported("late", started_at=99.0)
@@ -197,7 +199,7 @@ class TestStatisticsFile:
 
     def test_is_there_before_the_first_record_too(self, tmp_path: Path) -> None:
         """Nothing is known of nothing, and no rate divides by it."""
-        statistics = loaded(export(tmp_path, pending=1) / "statistics.json")
+        statistics = load(export(tmp_path, pending=1) / "statistics.json")
         assert statistics["tools"] == []
         assert statistics["rows"] == {}
         assert statistics["turns_per_row"] == {"mean": None, "max": None}
@@ -223,7 +225,7 @@ class TestStatistics:
         results = [
             result("Error: it says", id="c0"),
             result("{}", id="c1"),
-            failed("fine", id="c2"),
+            failed_result("fine", id="c2"),
         ]
         (stats,) = statistics_of(
             record_of(user(), assistant("", *calls), *results, status="cancelled")
@@ -248,7 +250,7 @@ class TestStatistics:
         kinds = ["timeout", "exception", "timeout", None, 7, "unknown_tool"]
         names = ["temp"] * 5 + ["tmep"]
         calls = [call(id=f"c{n}", name=name) for n, name in enumerate(names)]
-        results = [failed(id=f"c{n}", kind=kind) for n, kind in enumerate(kinds)]
+        results = [failed_result(id=f"c{n}", kind=kind) for n, kind in enumerate(kinds)]
         fine = {**result("r", id="c9"), "details": {"failure": "timeout"}}
         statistics = statistics_of(
             record_of(
@@ -287,7 +289,7 @@ class TestStatistics:
         record = record_of(
             user(),
             assistant("", call(), reasoning="Hm."),
-            failed(kind="timeout"),
+            failed_result(kind="timeout"),
             assistant("A"),
             user(),
             assistant("B"),
@@ -352,11 +354,11 @@ class TestStatistics:
                 record = record_of(
                     user(f"Question {n}"),
                     assistant("", invented),
-                    failed(id=f"call_{n}", kind="unknown_tool"),
+                    failed_result(id=f"call_{n}", kind="unknown_tool"),
                     assistant(f"Answer {n}"),
                     tools=[TEMP, *OFFERED],
                 )
-                kept = stored(record)
+                kept = to_record(record)
                 statistics.add(kept, AuthoredWork(kept))
             return len(pickle.dumps(statistics))
 

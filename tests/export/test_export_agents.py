@@ -17,9 +17,9 @@ from batch_trajectories.report.conversation_text import ConversationText
 from batch_trajectories.report.facts import make_table_row
 from tests.agent.gateway.talking import MessagesTalk, Recording, Said
 from tests.helpers.builders import record_of
-from tests.helpers.exporting import exported, make_run
+from tests.helpers.exporting import export_to_dataset, make_run
 from tests.helpers.running import lines
-from tests.helpers.stored import ROW_FORMATS, row_in, stored
+from tests.helpers.stored import ROW_FORMATS, row_in, to_record
 
 PROMPT = "Count the files."
 
@@ -65,7 +65,7 @@ def agents_record(
 
 
 def row(record: dict[str, Any], name: str, **style: Any) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(dumps_row(row_in(name, stored(record), Style(**style))))
+    loaded: dict[str, Any] = json.loads(dumps_row(row_in(name, to_record(record), Style(**style))))
     return loaded
 
 
@@ -180,7 +180,7 @@ def test_a_run_of_agents_is_exported_in_all_formats(tmp_path: Path) -> None:
     source = make_run(tmp_path, agents_record(), agents_record(ends_by_call=True))
     filters = {"exact_duplicates": True, "secrets": "patterns"}
     formats = "openai,hermes,llamafactory,atif"
-    directory, _ = exported(source, formats=formats, filters=filters)
+    directory, _ = export_to_dataset(source, formats=formats, filters=filters)
     for name in formats.split(","):
         assert len(lines(directory / name / "train.jsonl")) == 2
 
@@ -196,21 +196,21 @@ def test_all_texts_of_an_agent_are_searched() -> None:
         "messages": [{"role": "system", "content": "an old rule"}],
     }
     record = agents_record(set_aside=[aside], rewritten=[changed])
-    found = {text for _, text in conversation_texts(stored(record))}
+    found = {text for _, text in conversation_texts(to_record(record))}
     expected = {"an old question", "an old answer", "an old rule", "Counting", "claude-code"}
     assert expected <= found
 
 
 def test_the_table_and_the_index_count_what_the_agent_did() -> None:
     record = agents_record()
-    table_row = make_table_row(stored(record))
+    table_row = make_table_row(to_record(record))
     assert (table_row["turns"], table_row["calls"], table_row["answer"]) == (3, 2, "Two.")
     assert table_row["flags"] == ["inner conversations"]
-    assert index_fields(stored(record))[4:8] == (3, 2, 40, 20)
+    assert index_fields(to_record(record))[4:8] == (3, 2, 40, 20)
 
 
 def test_a_terminal_shows_the_agent_and_its_threads() -> None:
-    text = "\n".join(ConversationText(stored(agents_record()), colours=False).text())
+    text = "\n".join(ConversationText(to_record(agents_record()), colours=False).text())
     assert (
         "agent: claude-code 2.1 · 1 start · exit code 0 · main (thread#1): 3 calls · "
         "side (thread#0): 1 call"

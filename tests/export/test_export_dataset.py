@@ -31,7 +31,14 @@ from batch_trajectories.export.rows.recipe import Recipe, load_recipe
 from batch_trajectories.records.files import StorageError
 from batch_trajectories.records.records import RecordFile
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.exporting import exported, judged, make_run, rejects, rows, worked
+from tests.helpers.exporting import (
+    call_record,
+    export_to_dataset,
+    judged_record,
+    make_run,
+    rejects,
+    rows,
+)
 from tests.helpers.running import command, ids, lines, run, wait_until, write_rows
 
 FAILED = record_of(user(), status="failed", error={"class": "ModelError", "message": "gone"})
@@ -41,7 +48,7 @@ EARLY = record_of(
 KEY = "sk-ant-api03-" + "a1B2" * 8
 
 
-def said(text: str, **changes: Any) -> dict[str, Any]:
+def answer_record(text: str, **changes: Any) -> dict[str, Any]:
     return record_of(user(), assistant(text), **changes)
 
 
@@ -53,7 +60,7 @@ def left_out(source: Source, **filters: Any) -> dict[str, str]:
 
 class TestFilters:
     def test_only_completed_conversations_are_kept_unless_asked_for(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, worked(), EARLY, FAILED)
+        source = make_run(tmp_path, call_record(), EARLY, FAILED)
         completed = {"exact_duplicates": False}
         reasons = rejects(source, formats="openai", filters=completed)
         assert reasons == {"t1": "status", "t2": "failed"}
@@ -66,7 +73,13 @@ class TestFilters:
         half = record_of(
             user(), assistant("", call(), reasoning="Hm."), result("r"), assistant("Hi.")
         )
-        source = make_run(tmp_path, worked(), half, said("<think>x</think>Hi."), said("Hi."))
+        source = make_run(
+            tmp_path,
+            call_record(),
+            half,
+            answer_record("<think>x</think>Hi."),
+            answer_record("Hi."),
+        )
         assert left_out(source, min_reasoning=0.5) == {"t3": "min_reasoning"}
         assert left_out(source, min_reasoning=0.6) == {f"t{n}": "min_reasoning" for n in (1, 3)}
         assert left_out(source, min_reasoning=0) == {}
@@ -75,7 +88,7 @@ class TestFilters:
         calls = [call(id=name) for name in "abc"]
         results = [result("r", id="a"), *(result("no", id=x, is_error=True) for x in "bc")]
         record = record_of(user(), assistant("", *calls), *results, assistant("Hi."))
-        source = make_run(tmp_path, worked(), record)
+        source = make_run(tmp_path, call_record(), record)
         assert left_out(source, max_tool_errors=2) == {}
         assert left_out(source, max_tool_errors=1) == {"t1": "max_tool_errors"}
         assert left_out(source, max_tool_error_share=0.7) == {}
@@ -85,14 +98,19 @@ class TestFilters:
         record = record_of(
             user(), assistant("", call(name="tmep")), result("no", is_error=True), assistant("Hi.")
         )
-        source = make_run(tmp_path, worked(), record)
+        source = make_run(tmp_path, call_record(), record)
         assert left_out(source) == {}
         assert left_out(source, invented_tools="reject") == {"t1": "invented_tools"}
         assert rejects(source, formats="openai") == {"t1": "unknown_tool"}
 
     def test_limits_of_turns_calls_and_tokens(self, tmp_path: Path) -> None:
         known = {"input_tokens": 10, "output_tokens": 5}
-        source = make_run(tmp_path, worked(usage=known), said("Hi."), said("Hi.", usage=None))
+        source = make_run(
+            tmp_path,
+            call_record(usage=known),
+            answer_record("Hi."),
+            answer_record("Hi.", usage=None),
+        )
         assert left_out(source, min_turns=2) == {"t1": "min_turns", "t2": "min_turns"}
         assert left_out(source, max_turns=1) == {"t0": "max_turns"}
         assert left_out(source, max_tool_calls=0) == {"t0": "max_tool_calls"}
@@ -123,7 +141,9 @@ class TestFilters:
 
     def test_rewards(self, tmp_path: Path) -> None:
         """One without a reward is kept by no bound: unknown is not good enough."""
-        source = make_run(tmp_path, judged(1.0, "A"), judged(0.2, "B"), judged(None, "C"))
+        source = make_run(
+            tmp_path, judged_record(1.0, "A"), judged_record(0.2, "B"), judged_record(None, "C")
+        )
         assert left_out(source, min_reward=0.2) == {"t2": "min_reward"}
         assert left_out(source, max_reward=0.2) == {"t0": "max_reward", "t2": "max_reward"}
         name = "require_passed"
@@ -150,7 +170,12 @@ class TestFilters:
         self, tmp_path: Path, match: str, expected: Any, answer: str, is_right: bool
     ) -> None:
         prompts = [{"expected": expected}, {}]
-        source = make_run(tmp_path, said(f"<think>0</think>{answer}"), said("x"), prompts=prompts)
+        source = make_run(
+            tmp_path,
+            answer_record(f"<think>0</think>{answer}"),
+            answer_record("x"),
+            prompts=prompts,
+        )
         reasons = left_out(source, answer={"match": match})
         assert reasons == ({} if is_right else {"t0": "answer"}) | {"t1": "answer"}
 
@@ -158,7 +183,10 @@ class TestFilters:
         self, tmp_path: Path
     ) -> None:
         source = make_run(
-            tmp_path, said("A"), said("B"), prompts=[{"expected": "A"}, {"expected": "("}]
+            tmp_path,
+            answer_record("A"),
+            answer_record("B"),
+            prompts=[{"expected": "A"}, {"expected": "("}],
         )
         with pytest.raises(ConfigError, match=r"t1: 'expected' is '\(', no regular expression"):
             left_out(source, answer={"match": "regex"})
@@ -170,11 +198,13 @@ class TestFilters:
             "def is_right(answer, record):\n    return answer == record['row']['want']\n"
         )
         monkeypatch.chdir(tmp_path)
-        source = make_run(tmp_path, said("A"), said("B"), prompts=[{"want": "A"}, {"want": "A"}])
+        source = make_run(
+            tmp_path, answer_record("A"), answer_record("B"), prompts=[{"want": "A"}, {"want": "A"}]
+        )
         answer = {"match": "python", "function": "judge_of_mine:is_right"}
         assert left_out(source, answer=answer) == {"t1": "answer"}
         with pytest.raises(ConfigError, match=r"judge_of_mine:is_right.* t0: KeyError: 'want'"):
-            left_out(make_run(tmp_path, said("A")), answer=answer)
+            left_out(make_run(tmp_path, answer_record("A")), answer=answer)
         for function in ("math:isnan", "sys:exit"):
             with pytest.raises(ConfigError, match=f"{function} failed for t0: TypeError"):
                 left_out(source, answer={**answer, "function": function})
@@ -192,9 +222,9 @@ class TestFilters:
         benchmark_row = json.dumps({"text": "How many\nmoons has\tMars, please?"})
         source = make_run(
             tmp_path,
-            said(f"He said {question.upper()}"),
-            said(question.replace("seven", "7")),
-            said("I know how many moons has  Mars -- please"),
+            answer_record(f"He said {question.upper()}"),
+            answer_record(question.replace("seven", "7")),
+            answer_record("I know how many moons has  Mars -- please"),
             record_of(user(), assistant("", call(benchmark_row)), result("1"), assistant("Done.")),
             prompts=[{}, {}, {}, {}],
         )
@@ -230,8 +260,10 @@ class TestFilters:
     )
     def test_questions_of_other_scripts(self, tmp_path: Path, question: str) -> None:
         (tmp_path / "bench.txt").write_text(f"{question}\n", encoding="utf-8")
-        quoted = said(f"Eh: “{question}” Yes.")
-        source = make_run(tmp_path, quoted, said(question[::-1]), said(question[:8]))
+        quoted = answer_record(f"Eh: “{question}” Yes.")
+        source = make_run(
+            tmp_path, quoted, answer_record(question[::-1]), answer_record(question[:8])
+        )
         files = [str(tmp_path / "bench.txt")]
         assert left_out(source, evaluation_files=files) == {"t0": "evaluation_files"}
 
@@ -253,7 +285,7 @@ class TestFilters:
         record = record_of(
             user(), assistant("", call()), result(f"key={secret} end"), assistant("Hi.")
         )
-        plain = said(
+        plain = answer_record(
             "sk-learn-is-not-a-key-at-all, https://example.org/a:b@c, task-12345678901234567890x"
         )
         source = make_run(tmp_path, record, plain)
@@ -285,15 +317,17 @@ class TestFilters:
 
     def test_secrets_are_found_in_all_that_atif_and_raw_hold(self, tmp_path: Path) -> None:
         """Conversations of subagents, replies set aside, columns that are lists or objects."""
-        inner = said(f"It is {KEY}.") | {"key": "c1", "name": "helper"}
+        inner = answer_record(f"It is {KEY}.") | {"key": "c1", "name": "helper"}
         aside = {"turn": 1, "discarded": "length", "message": assistant("", reasoning=KEY)}
         source = make_run(
             tmp_path,
-            said("A", inner=[said("x") | {"key": "c0", "name": "planner", "inner": [inner]}]),
-            said("B", discarded=[aside]),
-            said("C"),
-            said("D", check={"passed": True, "reward": 1.0, "stdout": KEY}),
-            said("E"),
+            answer_record(
+                "A", inner=[answer_record("x") | {"key": "c0", "name": "planner", "inner": [inner]}]
+            ),
+            answer_record("B", discarded=[aside]),
+            answer_record("C"),
+            answer_record("D", check={"passed": True, "reward": 1.0, "stdout": KEY}),
+            answer_record("E"),
             prompts=[{}, {}, {"origin": {"seen": [KEY]}}, {}, {}],
         )
         assert left_out(source, secrets="patterns") == {f"t{n}": "secrets" for n in range(4)}
@@ -310,7 +344,9 @@ class TestFilters:
     def test_detect_secrets_finds_more(self, tmp_path: Path) -> None:
         pytest.importorskip("detect_secrets")
         key = "SG." + "a1B2c3D4e5F6g7H8i9J0kL" + "." + "a1B2c3D4e5F6g7H8i9J0kLmN" * 2
-        source = make_run(tmp_path, said(f"key {key[:69]}"), said("Nothing to see at 10.0.0.1"))
+        source = make_run(
+            tmp_path, answer_record(f"key {key[:69]}"), answer_record("Nothing to see at 10.0.0.1")
+        )
         assert left_out(source, secrets="patterns") == {}
         assert left_out(source, secrets="all") == {"t0": "secrets"}
 
@@ -333,7 +369,12 @@ class TestDuplicates:
     )
     def test_nearly_equal_conversations_are_kept_once(self, tmp_path: Path, text: str) -> None:
         pytest.importorskip("rensa")
-        source = make_run(tmp_path, said(text), said(text + " end"), said(text[: len(text) // 2]))
+        source = make_run(
+            tmp_path,
+            answer_record(text),
+            answer_record(text + " end"),
+            answer_record(text[: len(text) // 2]),
+        )
         assert left_out(source, near_duplicates=0.9) == {"t1": "near_duplicates"}
         assert left_out(source, near_duplicates=0.3).keys() == {"t1", "t2"}
         assert left_out(source, near_duplicates=0.6) == {"t1": "near_duplicates"}
@@ -341,7 +382,7 @@ class TestDuplicates:
 
 class TestSelection:
     def test_the_first_or_the_best_samples_of_each_prompt(self, tmp_path: Path) -> None:
-        records = [judged(0.1, "A"), judged(None, "B"), judged(0.9, "C")] * 2
+        records = [judged_record(0.1, "A"), judged_record(None, "B"), judged_record(0.9, "C")] * 2
         source = make_run(tmp_path, *records, samples=3)
         assert left_out(source, first_n=2) == {"t0#s2": "first_n", "t1#s2": "first_n"}
         assert left_out(source, best_n=1) == {
@@ -359,8 +400,8 @@ class TestSelection:
         ]
 
     def test_comparisons_see_all_samples_even_those_not_chosen(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, judged(1.0, "A"), judged(0.0, "B"), samples=2)
-        directory, _ = exported(source, formats="openai,dpo", filters={"best_n": 1})
+        source = make_run(tmp_path, judged_record(1.0, "A"), judged_record(0.0, "B"), samples=2)
+        directory, _ = export_to_dataset(source, formats="openai,dpo", filters={"best_n": 1})
         assert ids(directory / "openai" / "train.jsonl") == ["t0"]
         (pair,) = lines(directory / "dpo" / "train.jsonl")
         assert pair["rejected"][-1]["content"] == "B"
@@ -371,7 +412,9 @@ class TestSelection:
     def test_toolsets_are_balanced(self, tmp_path: Path, cap: dict[str, Any]) -> None:
         """The second is what recipes of earlier versions say."""
         sets = [["file"], ["file"], ["web"], ["file"], []]
-        source = make_run(tmp_path, *(said(str(n), toolsets=t) for n, t in enumerate(sets)))
+        source = make_run(
+            tmp_path, *(answer_record(str(n), toolsets=t) for n, t in enumerate(sets))
+        )
         out = left_out(source, **cap)
         assert [*out.values()] == ["max_per"] * 2
         assert out.keys() < {"t0", "t1", "t3"}, "one of each other combination stays"
@@ -381,21 +424,21 @@ class TestSplits:
     SHARES = {"train": 0.7, "test": 0.3}  # noqa: RUF012
 
     def split_of(self, source: Source, **recipe: Any) -> dict[str, str]:
-        directory, _ = exported(source, formats="raw", splits=self.SHARES, **recipe)
+        directory, _ = export_to_dataset(source, formats="raw", splits=self.SHARES, **recipe)
         return {row_id: path.stem for path in (directory / "raw").iterdir() for row_id in ids(path)}
 
     def test_are_by_prompt_and_move_no_row_when_rows_are_added(self, tmp_path: Path) -> None:
-        few = make_run(tmp_path, *[said(str(n)) for n in range(60)], samples=2)
+        few = make_run(tmp_path, *[answer_record(str(n)) for n in range(60)], samples=2)
         before = self.split_of(few)
         assert all(before[f"t{n}"] == before[f"t{n}#s1"] for n in range(30))
         assert 4 <= list(before.values()).count("test") <= 32
-        more = make_run(tmp_path, *[said(str(n)) for n in range(80)], samples=2)
+        more = make_run(tmp_path, *[answer_record(str(n)) for n in range(80)], samples=2)
         assert before.items() <= self.split_of(more).items()
         assert self.split_of(more, split_seed=1) != self.split_of(more)
 
     def test_prompts_with_the_same_words_are_on_one_side(self, tmp_path: Path) -> None:
         prompts = [{"prompt": f"Same {n % 5}"} for n in range(40)]
-        source = make_run(tmp_path, *[said(str(n)) for n in range(40)], prompts=prompts)
+        source = make_run(tmp_path, *[answer_record(str(n)) for n in range(40)], prompts=prompts)
         sides = self.split_of(source)
         assert set(sides.values()) == {"train", "test"}
         assert all(sides[f"t{n}"] == sides[f"t{n % 5}"] for n in range(40))
@@ -404,7 +447,7 @@ class TestSplits:
         prompts = [
             [{"role": "system", "content": str(n)}, user(f"Same {n % 5}")] for n in range(40)
         ]
-        source = make_run(tmp_path, *[said(str(n)) for n in range(40)], prompts=prompts)
+        source = make_run(tmp_path, *[answer_record(str(n)) for n in range(40)], prompts=prompts)
         sides = self.split_of(source)
         assert all(sides[f"t{n}"] == sides[f"t{n % 5}"] for n in range(40))
 
@@ -414,8 +457,8 @@ class TestSplits:
         assert all(sides[f"t{n}"] == sides[f"t{n}#s1"] for n in range(20))
 
     def test_shards_have_a_size_and_hold_every_row_once(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, *[said("x" * 400 + str(n)) for n in range(30)])
-        directory, _ = exported(source, formats="openai", shard_mb=0.005)
+        source = make_run(tmp_path, *[answer_record("x" * 400 + str(n)) for n in range(30)])
+        directory, _ = export_to_dataset(source, formats="openai", shard_mb=0.005)
         shards = sorted((directory / "openai" / "train").iterdir())
         count = len(shards)
         assert 5 <= count < 15
@@ -426,9 +469,9 @@ class TestSplits:
 
 class TestManifest:
     def test_every_task_is_somewhere(self, tmp_path: Path) -> None:
-        records = [worked(), worked(), EARLY, FAILED, said("</think>")]
+        records = [call_record(), call_record(), EARLY, FAILED, answer_record("</think>")]
         source = make_run(tmp_path, *records, pending=2, more="not json\n")
-        directory, manifest = exported(
+        directory, manifest = export_to_dataset(
             source, formats="hermes,openai,llamafactory", filters={"status": "any"}
         )
         keys = ("discarded", "failed", "pending", "rejected", "selected")
@@ -455,7 +498,7 @@ class TestManifest:
     def test_the_same_records_and_recipe_give_the_same_bytes(self, tmp_path: Path) -> None:
         """In any order in which the records were finished."""
         formats = "hermes,llamafactory,openai,atif,dpo,kto,raw"
-        records = [judged(n / 10, str(n)) for n in range(10)]
+        records = [judged_record(n / 10, str(n)) for n in range(10)]
 
         def content(folder: Path, *, reverse: bool) -> dict[str, bytes]:
             folder.mkdir()
@@ -463,7 +506,9 @@ class TestManifest:
             stored = source.run_dir / "records.jsonl"
             in_order = stored.read_bytes().splitlines(keepends=True)
             stored.write_bytes(b"".join(reversed(in_order) if reverse else in_order))
-            directory, _ = exported(source, formats=formats, splits={"train": 0.5, "test": 0.5})
+            directory, _ = export_to_dataset(
+                source, formats=formats, splits={"train": 0.5, "test": 0.5}
+            )
             files = [path for path in directory.rglob("*") if path.is_file()]
             return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
@@ -472,7 +517,7 @@ class TestManifest:
         assert len(first) > 14
 
     def test_the_last_record_of_a_task_counts(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, said("First."))
+        source = make_run(tmp_path, answer_record("First."))
         stored = source.run_dir / "records.jsonl"
         again = json.loads(stored.read_bytes())
         again["messages"][-1]["content"] = "Second."
@@ -481,7 +526,9 @@ class TestManifest:
         assert [row["messages"][-1]["content"] for row in rows(source, "openai")] == ["Second."]
 
     def test_prompts_that_are_gone_are_counted_and_their_records_left(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, worked(), worked(), worked(), samples=1, pending=1)
+        source = make_run(
+            tmp_path, call_record(), call_record(), call_record(), samples=1, pending=1
+        )
         kept = write_rows(tmp_path / "p.jsonl", *lines(tmp_path / "p.jsonl")[1:])
         shorter = replace(source, scan=scan(kept, max_samples=None))
         manifest = derive_manifest(shorter, Recipe.model_validate({"formats": "openai"}))
@@ -490,7 +537,7 @@ class TestManifest:
     def test_samples_of_a_prompt_stay_together_although_one_is_missing(
         self, tmp_path: Path
     ) -> None:
-        source = make_run(tmp_path, *[worked()] * 6, samples=2)
+        source = make_run(tmp_path, *[call_record()] * 6, samples=2)
         path = source.run_dir / "records.jsonl"
         content = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join([content[5], *content[:2], content[3]]))
@@ -508,8 +555,8 @@ class TestManifest:
         by_format = record_of(
             user(), assistant("", call()), result("</tool_response>"), assistant("Done.")
         )
-        by_filter = worked(status="turns_exhausted")
-        source = make_run(tmp_path, by_format, by_filter, worked(), by_filter, by_format)
+        by_filter = call_record(status="turns_exhausted")
+        source = make_run(tmp_path, by_format, by_filter, call_record(), by_filter, by_format)
         assert list(rejects(source, formats="openai").items()) == [
             ("t0", "marker_in_result"),
             ("t1", "status"),
@@ -519,21 +566,21 @@ class TestManifest:
 
     def test_groups_hold_a_few_records_and_together_all(self, tmp_path: Path) -> None:
         long = record_of(user(), assistant("x" * 600_000))
-        source = make_run(tmp_path, *[worked()] * 21, *[long] * 7)
+        source = make_run(tmp_path, *[call_record()] * 21, *[long] * 7)
         order = RecordOrder(source.run_dir, source.scan, num_samples=1)
         groups = list(order.groups(by_prompt=False))
         assert [len(few) for few in groups] == [23, 2, 2, 1]
         assert [number for few in groups for [number] in few] == list(range(28))
 
     def test_a_record_of_another_task_in_its_place_stops_the_export(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, *[worked()] * 3)
+        source = make_run(tmp_path, *[call_record()] * 3)
         RecordFile(source.run_dir, tmp_path / "quarantine").close()
         path = source.run_dir / "records.jsonl"
         first, second, last = path.read_bytes().splitlines(keepends=True)
         assert len(first) == len(second)
         path.write_bytes(second + first + last)
         with pytest.raises(EnvironmentStop, match=r"jsonl:1: the record .* unreadable: the index"):
-            exported(source, formats="openai")
+            export_to_dataset(source, formats="openai")
 
     def test_equal_hashes_are_compared(self) -> None:
         seen = DuplicateTable(3)
@@ -550,8 +597,8 @@ class TestManifest:
     def test_the_card_names_one_kind_of_file_per_config(self, tmp_path: Path) -> None:
         """Its loader opens all configs of a repository as one kind."""
         card = {"title": "Mine: a set", "license": "mit", "language": "en"}
-        source = make_run(tmp_path, worked(), judged(1.0, "A"))
-        directory, _ = exported(source, formats="openai,hermes,kto,atif,raw", card=card)
+        source = make_run(tmp_path, call_record(), judged_record(1.0, "A"))
+        directory, _ = export_to_dataset(source, formats="openai,hermes,kto,atif,raw", card=card)
         front, body = (directory / "README.md").read_text().removeprefix("---\n").split("---\n", 1)
         header = yaml.safe_load(front)
         assert (header["pretty_name"], header["license"]) == ("Mine: a set", "mit")
@@ -566,12 +613,14 @@ class TestManifest:
         assert "# Mine: a set" in body
 
     def test_of_a_format_without_rows_the_card_knows_no_lengths(self, tmp_path: Path) -> None:
-        directory, _ = exported(make_run(tmp_path, EARLY), formats="openai")
+        directory, _ = export_to_dataset(make_run(tmp_path, EARLY), formats="openai")
         assert "| openai | 0 | 0 | - | - | - |" in (directory / "README.md").read_text()
 
     def test_with_twins_the_card_names_these(self, tmp_path: Path) -> None:
         pytest.importorskip("pyarrow")
-        directory, _ = exported(make_run(tmp_path, worked()), formats="openai,parquet", shard_mb=1)
+        directory, _ = export_to_dataset(
+            make_run(tmp_path, call_record()), formats="openai,parquet", shard_mb=1
+        )
         header = yaml.safe_load((directory / "README.md").read_text().split("---\n")[1])
         (config,) = header["configs"]
         assert config["data_files"] == [
@@ -585,7 +634,7 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
     def peak(count: int) -> int:
         folder = tmp_path / str(count)
         folder.mkdir()
-        source = make_run(folder, *[said(f"{n} " + "x" * 500) for n in range(count)])
+        source = make_run(folder, *[answer_record(f"{n} " + "x" * 500) for n in range(count)])
         recipe = Recipe(formats=("openai", "hermes"), splits={"train": 0.5, "test": 0.5})
         tracemalloc.start()
         derive_manifest(source, recipe)
@@ -599,8 +648,8 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_samples_that_are_left_out(tmp_path: Path) -> None:
-    long = worked("x" * 200_000, status="max_turns")
-    source = make_run(tmp_path, worked(), *[long] * 60, samples=61)
+    long = call_record("x" * 200_000, status="max_turns")
+    source = make_run(tmp_path, call_record(), *[long] * 60, samples=61)
     tracemalloc.start()
     manifest = derive_manifest(source, Recipe(formats=("raw",), filters=Filters(best_n=1)))
     _, peak_bytes = tracemalloc.get_traced_memory()
@@ -611,10 +660,10 @@ def test_memory_does_not_grow_with_the_samples_that_are_left_out(tmp_path: Path)
 
 class TestDirectory:
     def test_an_export_takes_the_place_of_the_one_before(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, worked())
-        directory, _ = exported(source, formats="openai,raw", shard_mb=1)
+        source = make_run(tmp_path, call_record())
+        directory, _ = export_to_dataset(source, formats="openai,raw", shard_mb=1)
         (directory / "notes.txt").write_text("mine")
-        exported(source, formats="hermes")
+        export_to_dataset(source, formats="hermes")
         paths = {p.relative_to(directory).as_posix() for p in directory.rglob("*")}
         assert paths == {
             "hermes",
@@ -628,10 +677,10 @@ class TestDirectory:
     def test_formats_that_an_export_does_not_write_stay_and_are_checked(
         self, tmp_path: Path
     ) -> None:
-        source = make_run(tmp_path, worked("A"), worked("B"))
-        directory, _ = exported(source, formats="openai,llamafactory,parquet")
+        source = make_run(tmp_path, call_record("A"), call_record("B"))
+        directory, _ = export_to_dataset(source, formats="openai,llamafactory,parquet")
         before = {path: path.read_bytes() for path in directory.glob("*/*")}
-        _, manifest = exported(source, formats="raw", replace=False)
+        _, manifest = export_to_dataset(source, formats="raw", replace=False)
         assert {path: path.read_bytes() for path in before} == before
         assert {part["format"] for part in manifest["formats"]} == {"raw"}
         (first,) = manifest["earlier"]
@@ -642,7 +691,7 @@ class TestDirectory:
         assert {one["config_name"] for one in header["configs"]} >= {"openai"}
 
         # A second one takes some of the directories of the first: these are no longer its.
-        _, manifest = exported(source, formats="openai", tools="list", replace=False)
+        _, manifest = export_to_dataset(source, formats="openai", tools="list", replace=False)
         assert [
             sorted({file["path"].partition("/")[0] for p in one["formats"] for file in p["files"]})
             for one in manifest["earlier"]
@@ -655,14 +704,14 @@ class TestDirectory:
             "raw/train.jsonl",
             "llamafactory/dataset_info.json",
         }
-        exported(source, formats="openai", replace=True)
+        export_to_dataset(source, formats="openai", replace=True)
         left = {path.name for path in directory.iterdir()}
         assert left == {"openai", "README.md", "manifest.json", "rejects.jsonl"}
 
     def test_records_that_changed_since_an_earlier_export_are_named(self, tmp_path: Path) -> None:
-        exported(make_run(tmp_path, worked("A")), formats="raw")
-        source = make_run(tmp_path, worked("B"))
-        directory, _ = exported(source, formats="openai", replace=False)
+        export_to_dataset(make_run(tmp_path, call_record("A")), formats="raw")
+        source = make_run(tmp_path, call_record("B"))
+        directory, _ = export_to_dataset(source, formats="openai", replace=False)
         told = [problem.split(", and")[0] for problem in find_problems(source, directory)]
         assert told == [
             "raw/train.jsonl: belongs to an earlier export",
@@ -672,64 +721,64 @@ class TestDirectory:
     def test_a_format_without_rows_leaves_the_files_of_the_last_export(
         self, tmp_path: Path, formats: str
     ) -> None:
-        source = make_run(tmp_path, judged(1.0, "A"), judged(0.0, "B"))
-        directory, _ = exported(source, formats="openai,kto,hermes")
+        source = make_run(tmp_path, judged_record(1.0, "A"), judged_record(0.0, "B"))
+        directory, _ = export_to_dataset(source, formats="openai,kto,hermes")
         before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
         with pytest.raises(NoRows, match="2 rejected as min_turns") as raised:
-            exported(source, formats=formats, filters={"min_turns": 9}, replace=False)
+            export_to_dataset(source, formats=formats, filters={"min_turns": 9}, replace=False)
         assert raised.value.exit_code == 1
         after = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
         assert after == before
-        exported(source, formats=formats, filters={"min_turns": 9}, replace=True)
+        export_to_dataset(source, formats=formats, filters={"min_turns": 9}, replace=True)
 
     def test_the_dataset_of_another_run_stays(self, tmp_path: Path) -> None:
-        exported(make_run(tmp_path, worked(), name="a"), formats="raw")
-        other = make_run(tmp_path, worked(), name="b")
+        export_to_dataset(make_run(tmp_path, call_record(), name="a"), formats="raw")
+        other = make_run(tmp_path, call_record(), name="b")
         with pytest.raises(ConfigError, match=r"holds a dataset of a;.*--replace"):
-            exported(other, formats="raw", replace=False)
-        exported(other, formats="raw", replace=True)
+            export_to_dataset(other, formats="raw", replace=False)
+        export_to_dataset(other, formats="raw", replace=True)
 
     def test_a_directory_with_other_things_is_left_alone(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, worked())
+        source = make_run(tmp_path, call_record())
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "thesis.tex").write_text("mine")
         with pytest.raises(ConfigError, match="files but no dataset"):
-            exported(source, formats="raw")
+            export_to_dataset(source, formats="raw")
         assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.tex"]
         (tmp_path / "out" / "thesis.tex").rename(tmp_path / "out" / "manifest.json")
         with pytest.raises(ConfigError, match="cannot read it"):
-            exported(source, formats="raw")
+            export_to_dataset(source, formats="raw")
 
     def test_of_many_files_that_go_a_few_are_named(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        source = make_run(tmp_path, *(worked(f"A{n}") for n in range(9)))
-        exported(source, formats="raw", shard_mb=1e-6)
-        exported(source, formats="raw")
+        source = make_run(tmp_path, *(call_record(f"A{n}") for n in range(9)))
+        export_to_dataset(source, formats="raw", shard_mb=1e-6)
+        export_to_dataset(source, formats="raw")
         output = capsys.readouterr().err
         assert output.count("train-0") == 5
         assert "00004-of-00009.jsonl and 4 more" in output
 
     def test_a_manifest_that_points_outside_is_refused(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, worked())
-        directory, manifest = exported(source, formats="raw")
+        source = make_run(tmp_path, call_record())
+        directory, manifest = export_to_dataset(source, formats="raw")
         manifest["rejects"]["path"] = "../p.jsonl"
         (directory / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(ConfigError, match="is outside"):
-            exported(source, formats="raw")
+            export_to_dataset(source, formats="raw")
         assert source.scan.path.exists()
 
     def test_a_link_to_itself_is_an_error_of_the_machine(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, worked())
-        directory, _ = exported(source, formats="raw")
+        source = make_run(tmp_path, call_record())
+        directory, _ = export_to_dataset(source, formats="raw")
         (directory / "README.md").unlink()
         (directory / "README.md").symlink_to("README.md")
         with pytest.raises(StorageError, match="Too many levels of symbolic links"):
-            exported(source, formats="raw")
+            export_to_dataset(source, formats="raw")
 
     def test_an_unreadable_record_leaves_the_dataset_as_it_was(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, said("A"), said("B"))
-        directory, _ = exported(source, formats="raw")
+        source = make_run(tmp_path, answer_record("A"), answer_record("B"))
+        directory, _ = export_to_dataset(source, formats="raw")
         before = {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
         stored = source.run_dir / "records.jsonl"
         # An index that fits records which were then overwritten.
@@ -738,11 +787,11 @@ class TestDirectory:
         RecordFile(source.run_dir, source.run_dir / "quarantine").close()
         stored.write_bytes(b"#" * 39 + stored.read_bytes()[39:])
         with pytest.raises(EnvironmentStop, match="unreadable"):
-            exported(source, formats="openai")
+            export_to_dataset(source, formats="openai")
         assert {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()} == before
 
     def test_records_that_vanish_meanwhile_leave_their_index(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, said("A"))
+        source = make_run(tmp_path, answer_record("A"))
         RecordFile(source.run_dir, tmp_path / "quarantine").close()
         order = RecordOrder(source.run_dir, source.scan, num_samples=1)
         (source.run_dir / "records.jsonl").unlink()
@@ -754,20 +803,20 @@ class TestDirectory:
         self, tmp_path: Path
     ) -> None:
         """Some are new then and some old; the next export makes one of them."""
-        source = make_run(tmp_path, worked())
-        directory, _ = exported(source, formats="hermes,raw")
+        source = make_run(tmp_path, call_record())
+        directory, _ = export_to_dataset(source, formats="hermes,raw")
         (directory / "openai" / "train.jsonl" / "in_the_way").mkdir(parents=True)
         with pytest.raises(StorageError, match="records are safe"):
-            exported(source, formats="openai,hermes")
+            export_to_dataset(source, formats="openai,hermes")
         assert ["interrupted" in one for one in find_problems(source, directory)] == [True]
         (directory / "openai" / "train.jsonl" / "in_the_way").rmdir()
         (directory / "openai" / "train.jsonl").rmdir()
-        exported(source, formats="atif")
+        export_to_dataset(source, formats="atif")
         assert list(find_problems(source, directory)) == []
 
     def test_two_exports_do_not_mix(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, worked())
-        directory, _ = exported(source, formats="raw")
+        source = make_run(tmp_path, call_record())
+        directory, _ = export_to_dataset(source, formats="raw")
         holder = subprocess.Popen(
             [
                 sys.executable,
@@ -783,14 +832,14 @@ class TestDirectory:
             assert holder.stdout is not None
             assert holder.stdout.readline() == b"held\n"
             with pytest.raises(RunLocked):
-                exported(source, formats="raw")
+                export_to_dataset(source, formats="raw")
             holder.communicate()
-        exported(source, formats="raw")
+        export_to_dataset(source, formats="raw")
 
     @pytest.mark.slow
     def test_a_killed_export_is_completed_by_the_next(self, tmp_path: Path) -> None:
         """Whenever it was killed; what it left is not taken for a dataset."""
-        source = make_run(tmp_path, *[said("x" * 2000 + str(n)) for n in range(700)])
+        source = make_run(tmp_path, *[answer_record("x" * 2000 + str(n)) for n in range(700)])
         export_dataset(source, Recipe(formats=("raw",)), tmp_path / "out")
         for size in (0, 1_000_000):
             process = subprocess.Popen(
@@ -819,8 +868,12 @@ class TestCheck:
         return list(find_problems(source, source.run_dir.parent / "out"))
 
     def test_finds_nothing_in_what_was_just_written(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, judged(1.0, "A"), judged(0.0, "B"), EARLY, samples=3)
-        exported(source, formats="hermes,openai,llamafactory,atif,dpo,kto,raw", shard_mb=0.002)
+        source = make_run(
+            tmp_path, judged_record(1.0, "A"), judged_record(0.0, "B"), EARLY, samples=3
+        )
+        export_to_dataset(
+            source, formats="hermes,openai,llamafactory,atif,dpo,kto,raw", shard_mb=0.002
+        )
         assert self.check(source) == []
 
     @pytest.mark.parametrize(
@@ -837,18 +890,18 @@ class TestCheck:
     def test_finds_what_was_done_to_a_file(
         self, tmp_path: Path, path: str, change: Any, said: str
     ) -> None:
-        source = make_run(tmp_path, worked())
-        directory, _ = exported(source, formats="openai")
+        source = make_run(tmp_path, call_record())
+        directory, _ = export_to_dataset(source, formats="openai")
         file = directory / path
         file.write_bytes(change(file.read_bytes() if file.exists() else b""))
         assert any(path in one and said in one for one in self.check(source))
 
     def test_finds_a_missing_file_and_a_forged_manifest(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, worked())
-        directory, manifest = exported(source, formats="openai")
+        source = make_run(tmp_path, call_record())
+        directory, manifest = export_to_dataset(source, formats="openai")
         (directory / "openai" / "train.jsonl").unlink()
         assert "openai/train.jsonl: No such file or directory" in self.check(source)
-        exported(source, formats="openai")
+        export_to_dataset(source, formats="openai")
         manifest["formats"][0]["used"] += 1
         manifest["pending"] += 1
         (directory / "manifest.json").write_text(json.dumps(manifest))
@@ -868,46 +921,46 @@ class TestCheck:
     def test_finds_what_was_done_to_the_manifest(
         self, tmp_path: Path, before: str, after: str, told: str
     ) -> None:
-        source = make_run(tmp_path, worked())
-        directory, _ = exported(source, formats="openai,kto")
+        source = make_run(tmp_path, call_record())
+        directory, _ = export_to_dataset(source, formats="openai,kto")
         path = directory / "manifest.json"
         path.write_text(path.read_text().replace(before, after))
         assert any(told in one for one in self.check(source)), path.read_text()
 
     @pytest.mark.parametrize("key", ["tasks", "formats", "sha256", "path", "used", "versions"])
     def test_a_manifest_that_lacks_something_is_named(self, tmp_path: Path, key: str) -> None:
-        source = make_run(tmp_path, worked())
-        directory, _ = exported(source, formats="openai")
+        source = make_run(tmp_path, call_record())
+        directory, _ = export_to_dataset(source, formats="openai")
         path = directory / "manifest.json"
         path.write_text(path.read_text().replace(f'"{key}":', '"other":', 1))
-        for attempt in (self.check, lambda of: exported(of, formats="openai")):
+        for attempt in (self.check, lambda of: export_to_dataset(of, formats="openai")):
             with pytest.raises(ConfigError, match=rf"manifest\.json: .*{key}: .*export again"):
                 attempt(source)
 
     def test_finds_that_the_records_have_gone_on(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, worked("A"), pending=1)
-        exported(source, formats="openai")
-        source = make_run(tmp_path, worked("A"), worked("B"))
+        source = make_run(tmp_path, call_record("A"), pending=1)
+        export_to_dataset(source, formats="openai")
+        source = make_run(tmp_path, call_record("A"), call_record("B"))
         problems = self.check(source)
         assert "pending: 1, but the records now give 0; export again" in problems
         assert "openai/train.jsonl: the records give other bytes; export again" in problems
 
     def test_finds_that_rows_of_parquet_are_others_now(self, tmp_path: Path) -> None:
         pytest.importorskip("pyarrow")
-        exported(make_run(tmp_path, worked("A")), formats="parquet")
-        problems = self.check(make_run(tmp_path, worked("B")))
+        export_to_dataset(make_run(tmp_path, call_record("A")), formats="parquet")
+        problems = self.check(make_run(tmp_path, call_record("B")))
         assert (
             "openai_parquet/train.parquet: the records give other bytes; export again" in problems
         )
 
     def test_an_interrupted_export_is_none(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, worked())
-        directory, manifest = exported(source, formats="openai")
+        source = make_run(tmp_path, call_record())
+        directory, manifest = export_to_dataset(source, formats="openai")
         under_way = {"schema_version": 1, "kind": "dataset", "unfinished": True, "paths": []}
         (directory / "manifest.json").write_text(json.dumps(under_way))
         (finding,) = self.check(source)
         assert "interrupted" in finding
-        _, again = exported(source, formats="openai")
+        _, again = export_to_dataset(source, formats="openai")
         assert again == manifest
 
 
@@ -975,7 +1028,7 @@ class TestRecipe:
 
 class TestCommand:
     def test_characters_that_a_terminal_cannot_show_are_escaped(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, worked())
+        source = make_run(tmp_path, call_record())
         ascii_only = {"PYTHONIOENCODING": "ascii:strict"}
         done = run(
             tmp_path, "export", source.run_dir, env=ascii_only, format="raw", output="\u00e9"
@@ -986,7 +1039,7 @@ class TestCommand:
     def test_a_failed_export_prints_only_its_reason(self, tmp_path: Path) -> None:
         """Also where a library has a file open that it would write the end of."""
         pytest.importorskip("pyarrow")
-        source = make_run(tmp_path, worked("A"), worked("B"))
+        source = make_run(tmp_path, call_record("A"), call_record("B"))
         (tmp_path / "mine.py").write_text("def right(answer, record): return 1 / (answer == 'A')")
         answer = "{match: python, function: mine:right}"
         (tmp_path / "recipe.yaml").write_text(f"filters: {{answer: {answer}}}\n")
@@ -1003,7 +1056,7 @@ class TestCommand:
         assert list((source.run_dir / "exports" / "dataset").iterdir()) == []
 
     def test_writes_checks_and_warns_of_what_is_pending(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, worked("A"), worked("B"), EARLY, pending=3)
+        source = make_run(tmp_path, call_record("A"), call_record("B"), EARLY, pending=3)
         done = run(tmp_path, "export", source.run_dir, format="openai,atif")
         assert done.returncode == 0, done.stderr
         assert "3 pending tasks not in this export" in done.stderr
@@ -1049,7 +1102,7 @@ class TestCommand:
         assert ids(training) == ["1"]
 
     def test_a_format_without_rows_ends_with_1(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, worked("A"), pending=1)
+        source = make_run(tmp_path, call_record("A"), pending=1)
         done = run(tmp_path, "export", source.run_dir, format="openai,dpo")
         assert done.returncode == 1
         assert "no row of dpo: 2 tasks: 1 pending, 1 not used as" in done.stderr
@@ -1080,7 +1133,7 @@ class TestCommand:
     ) -> None:
         if "render" in flags:
             pytest.importorskip("jinja2")
-        source = make_run(tmp_path, worked())
+        source = make_run(tmp_path, call_record())
         options: dict[str, Any] = dict(flags)
         done = run(tmp_path, "export", source.run_dir, **options)
         assert done.returncode == 2
@@ -1088,7 +1141,7 @@ class TestCommand:
         assert not (source.run_dir / "exports").exists()
 
     def test_a_push_is_shown_and_not_made(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, worked("A"), EARLY)
+        source = make_run(tmp_path, call_record("A"), EARLY)
         done = run(tmp_path, "export", source.run_dir, format="openai", push_to_hub="me/mine")
         assert done.returncode == 0, done.stderr
         output = done.stdout.partition("would send ")[2].splitlines()
@@ -1109,7 +1162,7 @@ def test_arguments_that_are_null_are_named_and_pointed_to_parquet(tmp_path: Path
         user(), assistant("", call('{"a": "null"}')), result("r"), assistant("Done again.")
     )
     source = make_run(tmp_path, nested, plain)
-    directory, manifest = exported(source, formats="openai,llamafactory,parquet")
+    directory, manifest = export_to_dataset(source, formats="openai,llamafactory,parquet")
     counts = [part.get("rows_with_null_arguments") for part in manifest["formats"]]
     assert counts == [1, None]
     card = (directory / "README.md").read_text()
@@ -1117,13 +1170,13 @@ def test_arguments_that_are_null_are_named_and_pointed_to_parquet(tmp_path: Path
     assert "| Axolotl | `openai_parquet/train.parquet` |" in card
     done = run(tmp_path, "export", str(source.run_dir), format="openai")
     assert "1 of these rows have arguments that are null, which Axolotl drops" in done.stdout
-    (part,) = exported(source, formats="openai", per_turn=True)[1]["formats"]
+    (part,) = export_to_dataset(source, formats="openai", per_turn=True)[1]["formats"]
     assert part["rows_with_null_arguments"] == 2
 
 
 def test_the_card_names_a_file_for_each_trainer(tmp_path: Path) -> None:
-    source = make_run(tmp_path, worked())
-    card = (exported(source, formats="openai,llamafactory")[0] / "README.md").read_text()
+    source = make_run(tmp_path, call_record())
+    card = (export_to_dataset(source, formats="openai,llamafactory")[0] / "README.md").read_text()
     for line in (
         "| TRL SFTTrainer | `openai/train.jsonl` |",
         "| Axolotl | `openai/train.jsonl` |",
@@ -1131,5 +1184,7 @@ def test_the_card_names_a_file_for_each_trainer(tmp_path: Path) -> None:
     ):
         assert line in card
     assert "verl" not in card
-    split = (exported(source, formats="openai,hf", shard_mb=0.0001)[0] / "README.md").read_text()
+    split = (
+        export_to_dataset(source, formats="openai,hf", shard_mb=0.0001)[0] / "README.md"
+    ).read_text()
     assert "| TRL SFTTrainer | `openai_hf` |" in split

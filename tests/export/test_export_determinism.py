@@ -23,27 +23,27 @@ def test_workers_kills_and_resumes_leave_no_trace(tmp_path: Path) -> None:
     collected = []
     with FakeEndpoint(turns=3, latency_s=0.05, reasoning_chars=40, **WRITE_A_NOTE) as endpoint:
         for name, workers in (("one", 1), ("four", 4)):
-            collected.append(exported(finished(tmp_path / name, endpoint, workers)))
+            collected.append(export_hashes(finish(tmp_path / name, endpoint, workers)))
         for attempt in range(3):
-            folder = prepared(tmp_path / f"killed{attempt}")
-            kill_repeatedly(folder, given(endpoint, 2), endpoint, [9, 9])
-            run(folder, **given(endpoint, 2))
+            folder = prepare(tmp_path / f"killed{attempt}")
+            kill_repeatedly(folder, run_options(endpoint, 2), endpoint, [9, 9])
+            run(folder, **run_options(endpoint, 2))
             records = lines(folder / "trajectories" / "r" / "records.jsonl")
             resumes = [resume for record in records for resume in record["resumes"]]
             # A call that was cut off is told as such: another conversation, not another export.
             if resumes and not any(resume["interrupted"] for resume in resumes):
                 break
-        collected.append(exported(folder))
+        collected.append(export_hashes(folder))
     assert collected[0] == collected[1] == collected[2]
     made = {path.split("/")[0] for path in collected[0]}
     assert {"hermes", "openai_parquet", "llamafactory_parquet", "atif", "kto"} <= made
 
 
-def given(endpoint: FakeEndpoint, workers: int) -> dict[str, Any]:
+def run_options(endpoint: FakeEndpoint, workers: int) -> dict[str, Any]:
     return options(endpoint, num_workers=workers, num_samples=2, config="c.yaml")
 
 
-def prepared(folder: Path) -> Path:
+def prepare(folder: Path) -> Path:
     folder.mkdir()
     rows = [{"id": f"p{n}", "prompt": f"Question {n}", "expected": "Answer"} for n in range(8)]
     write_rows(folder / "p.jsonl", *rows)
@@ -51,13 +51,13 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def finished(folder: Path, endpoint: FakeEndpoint, workers: int) -> Path:
-    done = run(prepared(folder), **given(endpoint, workers))
+def finish(folder: Path, endpoint: FakeEndpoint, workers: int) -> Path:
+    done = run(prepare(folder), **run_options(endpoint, workers))
     assert done.returncode == 0, done.stderr
     return folder
 
 
-def exported(folder: Path) -> dict[str, str]:
+def export_hashes(folder: Path) -> dict[str, str]:
     """A hash of each file of a dataset, that of atif without its times."""
     run_dir = folder / "trajectories" / "r"
     recipe = folder / "recipe.yaml"

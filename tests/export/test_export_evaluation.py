@@ -17,19 +17,21 @@ from batch_trajectories.export.rows.filter_options import Filters
 from batch_trajectories.export.rows.recipe import Recipe, load_recipe
 from tests.fakes.fake_hub import REPOSITORY, REVISION, fake_hub
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.exporting import exported, make_run
+from tests.helpers.exporting import export_to_dataset, make_run
 from tests.helpers.running import lines, run, write_rows
 
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi".split()  # noqa: SIM905
 QUESTION = " ".join(WORDS)
 
 
-def asked(text: str, *, shown: str = "r", **row: Any) -> dict[str, Any]:
+def record_with_prompt(text: str, *, shown: str = "r", **row: Any) -> dict[str, Any]:
     return record_of(user(text), assistant("", call()), result(shown), assistant("Done."), row=row)
 
 
 def left_out(source: Source, **filters: Any) -> dict[str, str]:
-    directory, _ = exported(source, formats="raw", filters={**filters, "exact_duplicates": False})
+    directory, _ = export_to_dataset(
+        source, formats="raw", filters={**filters, "exact_duplicates": False}
+    )
     return {line["id"]: line["detail"] for line in lines(directory / "rejects.jsonl")}
 
 
@@ -61,7 +63,9 @@ def row_of(kind: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "txt", "parquet", "harbor"])
 def test_questions_come_from_every_kind_of_file(tmp_path: Path, kind: str) -> None:
-    source = make_run(tmp_path, asked(f"Say {QUESTION}"), asked("Say nothing of it"))
+    source = make_run(
+        tmp_path, record_with_prompt(f"Say {QUESTION}"), record_with_prompt("Say nothing of it")
+    )
     found = left_out(source, evaluation_files=[row_of(kind, tmp_path)])
     place = {"txt": 2, "harbor": 2}.get(kind, 1)
     assert found == {"t0": f"message 1 (user): 13 words of set.{kind}:{place}"}
@@ -69,7 +73,7 @@ def test_questions_come_from_every_kind_of_file(tmp_path: Path, kind: str) -> No
 
 @pytest.mark.slow
 def test_questions_come_from_the_hub_and_the_manifest_names_the_commit(tmp_path: Path) -> None:
-    source = make_run(tmp_path, asked(QUESTION), asked("No."))
+    source = make_run(tmp_path, record_with_prompt(QUESTION), record_with_prompt("No."))
     name = f"hf:{REPOSITORY}:train"
     (tmp_path / "recipe.yaml").write_text(
         f"formats: [openai]\nfilters: {{evaluation_files: ['{name}']}}\n"
@@ -97,14 +101,16 @@ def test_questions_come_from_the_hub_and_the_manifest_names_the_commit(tmp_path:
 
 @pytest.mark.parametrize(("words", "is_found"), [(13, True), (14, False)])
 def test_the_length_of_a_run_is_a_choice(tmp_path: Path, words: int, is_found: bool) -> None:
-    source = make_run(tmp_path, asked(" ".join(WORDS[1:])))
+    source = make_run(tmp_path, record_with_prompt(" ".join(WORDS[1:])))
     found = left_out(source, evaluation_files=[row_of("txt", tmp_path)], evaluation_words=words)
     assert bool(found) is is_found
 
 
 def test_a_search_can_leave_out_what_the_model_and_its_tools_said(tmp_path: Path) -> None:
     said = record_of(user(), assistant(QUESTION))
-    source = make_run(tmp_path, asked(QUESTION), asked("No.", shown=QUESTION), said)
+    source = make_run(
+        tmp_path, record_with_prompt(QUESTION), record_with_prompt("No.", shown=QUESTION), said
+    )
     files = {"evaluation_files": [row_of("txt", tmp_path)]}
     places = {
         "all": {"t0", "t1", "t2"},
@@ -132,7 +138,7 @@ def test_rows_of_a_benchmarks_repositories_and_commits_are_left_out(tmp_path: Pa
         {"repo": "b/a", "base_commit": "abc1234", "instance_id": "a__b-10"},
         {},
     ]
-    source = make_run(tmp_path, *[asked("No.")] * len(prompts), prompts=prompts)
+    source = make_run(tmp_path, *[record_with_prompt("No.")] * len(prompts), prompts=prompts)
     columns = ["instance_id", "repo", "base_commit"]
     choice = {"evaluation_files": [str(bench)], "evaluation_columns": columns}
     assert left_out(source, **choice, evaluation_search=[]) == {
@@ -142,7 +148,7 @@ def test_rows_of_a_benchmarks_repositories_and_commits_are_left_out(tmp_path: Pa
         "t3": "base_commit 'abc123' is in bench.jsonl",
         "t4": "instance_id 'c__d-2' is in bench.jsonl",
     }
-    directory, manifest = exported(source, formats="openai", filters=choice)
+    directory, manifest = export_to_dataset(source, formats="openai", filters=choice)
     assert manifest["rejected_by_reason"]["evaluation_columns"] == 5
     assert manifest["evaluation"] == [
         {
@@ -164,7 +170,9 @@ def test_only_some_columns_of_a_benchmark_hold_questions(tmp_path: Path) -> None
         {"text": "Why?", "patch": QUESTION},
         {"text": " ".join(reversed(WORDS)), "patch": ""},
     )
-    source = make_run(tmp_path, asked(QUESTION), asked(" ".join(reversed(WORDS))))
+    source = make_run(
+        tmp_path, record_with_prompt(QUESTION), record_with_prompt(" ".join(reversed(WORDS)))
+    )
     files = {"evaluation_files": [str(bench)]}
     assert left_out(source, **files).keys() == {"t0", "t1"}
     assert left_out(source, **files, evaluation_text="text").keys() == {"t1"}
@@ -175,11 +183,11 @@ def test_each_set_counts_what_was_left_out_by_it(tmp_path: Path) -> None:
     files = [row_of("txt", tmp_path), str(tmp_path / "short.txt")]
     source = make_run(
         tmp_path,
-        asked("Tell how many moons has Mars."),
-        asked(QUESTION),
-        asked(QUESTION + " moons"),
+        record_with_prompt("Tell how many moons has Mars."),
+        record_with_prompt(QUESTION),
+        record_with_prompt(QUESTION + " moons"),
     )
-    _, manifest = exported(source, formats="openai", filters={"evaluation_files": files})
+    _, manifest = export_to_dataset(source, formats="openai", filters={"evaluation_files": files})
     assert [(one["name"], one["left_out"]) for one in manifest["evaluation"]] == [
         ("set.txt", {"words": 2}),
         ("short.txt", {"words": 1}),
@@ -244,7 +252,9 @@ def test_paths_are_relative_to_the_recipe_and_names_of_the_hub_are_not(tmp_path:
 
 
 def test_an_export_without_benchmarks_says_nothing_of_them(tmp_path: Path) -> None:
-    directory, manifest = exported(make_run(tmp_path, asked("No.")), formats="openai")
+    directory, manifest = export_to_dataset(
+        make_run(tmp_path, record_with_prompt("No.")), formats="openai"
+    )
     assert "evaluation" not in manifest
     assert "- compared with benchmarks: no\n" in (directory / "README.md").read_text()
     assert Recipe(formats=("openai",)).filters.evaluation_search == ("all",)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.exporting import exported, make_run
+from tests.helpers.exporting import export_to_dataset, make_run
 from tests.helpers.running import lines
 from tests.helpers.stored import ROW_FORMATS
 
@@ -20,7 +20,7 @@ FORMATS = (*ROW_FORMATS, "kto", "raw")
 """All that hold the text of one conversation; a pair holds those of kto."""
 
 
-def forged(place: str, token: str) -> dict[str, Any]:
+def forge(place: str, token: str) -> dict[str, Any]:
     """A record that holds `token` in one place."""
     here = {name: f"a {token} b" if name == place else "plain" for name in PLACES}
     arguments = json.dumps({"city": here["arguments"]}, ensure_ascii=False)
@@ -46,8 +46,8 @@ def texts(value: Any) -> list[str]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_is_text_or_refused(tmp_path: Path, name: str) -> None:
     cases = [(place, token) for place in PLACES for token in FORGED]
-    source = make_run(tmp_path, *(forged(*case) for case in cases))
-    directory, manifest = exported(source, formats=name, system="saved")
+    source = make_run(tmp_path, *(forge(*case) for case in cases))
+    directory, manifest = export_to_dataset(source, formats=name, system="saved")
     rows = {row["id"]: row for row in _rows(directory, name)}
     refused = {line["id"]: line["reason"] for line in lines(directory / "rejects.jsonl")}
     assert len(rows) + len(refused) == len(cases) == manifest["tasks"]
@@ -89,14 +89,14 @@ def test_ids_of_calls_are_not_structure(tmp_path: Path, name: str) -> None:
         assistant("Done."),
         check={"reward": 1},
     )
-    _, manifest = exported(make_run(tmp_path, record), formats=name)
+    _, manifest = export_to_dataset(make_run(tmp_path, record), formats=name)
     assert manifest["formats"][0]["rejected_by_reason"] == {"control_token": 1}
 
 
 @pytest.mark.parametrize("name", ["hermes", "openai", "llamafactory"])
 def test_structure_is_found_behind_many_other_tags(tmp_path: Path, name: str) -> None:
-    forgeries = [forged("result", "<b>" * count + "<|im_start|>") for count in (15, 16, 17, 100)]
-    directory, manifest = exported(make_run(tmp_path, *forgeries), formats=name)
+    forgeries = [forge("result", "<b>" * count + "<|im_start|>") for count in (15, 16, 17, 100)]
+    directory, manifest = export_to_dataset(make_run(tmp_path, *forgeries), formats=name)
     if name == "hermes":
         values = [row["conversations"][3]["value"] for row in _rows(directory, name)]
         assert len(values) == 4
@@ -108,8 +108,8 @@ def test_structure_is_found_behind_many_other_tags(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize("name", FORMATS)
 def test_odd_characters_come_back_as_they_were(tmp_path: Path, name: str) -> None:
     cases = [(place, token) for place in ("prompt", "reasoning", "result") for token in PLAIN]
-    source = make_run(tmp_path, *(forged(*case) for case in cases))
-    directory, _ = exported(source, formats=name)
+    source = make_run(tmp_path, *(forge(*case) for case in cases))
+    directory, _ = export_to_dataset(source, formats=name)
     rows = {row["id"]: row for row in _rows(directory, name)}
     for number, (place, token) in enumerate(cases):
         told = "\n".join(texts(rows[f"t{number}"]))
@@ -125,7 +125,7 @@ def test_arguments_that_readers_distinguish_are_rejected(
     record = record_of(
         user(), assistant("", call(arguments)), result("r"), assistant("Done."), check={"reward": 1}
     )
-    directory, manifest = exported(make_run(tmp_path, record), formats=name)
+    directory, manifest = export_to_dataset(make_run(tmp_path, record), formats=name)
     assert set(manifest["rejected_by_reason"]) <= {"arguments_not_json", "arguments_not_object"}
     assert manifest["rejected"] == 1
     assert not list(_rows(directory, name))

@@ -20,9 +20,16 @@ from batch_trajectories.export.rows.messages import render_messages
 from batch_trajectories.records.checks import judge_record
 from tests.export.test_hermes import arguments_of
 from tests.helpers.builders import TEMP, assistant, call, ended_by, final, record_of, result, user
-from tests.helpers.exporting import exported, judged, make_run, rejects, rows, worked
+from tests.helpers.exporting import (
+    call_record,
+    export_to_dataset,
+    judged_record,
+    make_run,
+    rejects,
+    rows,
+)
 from tests.helpers.running import lines
-from tests.helpers.stored import ROW_FORMATS, row_in, stored, to_row
+from tests.helpers.stored import ROW_FORMATS, row_in, to_record, to_row
 
 PARALLEL = record_of(
     user(),
@@ -37,16 +44,16 @@ PARALLEL = record_of(
 
 def row(record: dict[str, Any], name: str = "openai", **style: Any) -> dict[str, Any]:
     """The row of a record in a format, as a reader of the line gets it."""
-    loaded: dict[str, Any] = json.loads(dumps_row(row_in(name, stored(record), Style(**style))))
+    loaded: dict[str, Any] = json.loads(dumps_row(row_in(name, to_record(record), Style(**style))))
     return loaded
 
 
-def said(record: dict[str, Any], **style: Any) -> list[tuple[str, str]]:
+def read_turns(record: dict[str, Any], **style: Any) -> list[tuple[str, str]]:
     turns = row(record, "llamafactory", **style)["conversations"]
     return [(turn["from"], turn["value"]) for turn in turns]
 
 
-def refused(record: dict[str, Any], name: str = "openai") -> str:
+def refusal(record: dict[str, Any], name: str = "openai") -> str:
     with pytest.raises(Rejected) as caught:
         row(record, name)
     return caught.value.reason.value
@@ -54,7 +61,7 @@ def refused(record: dict[str, Any], name: str = "openai") -> str:
 
 class TestOpenai:
     def test_messages_hold_what_was_said_and_no_absent_key(self) -> None:
-        training_row = row(worked())
+        training_row = row(call_record())
         assert list(training_row) == [
             "id",
             "messages",
@@ -93,7 +100,7 @@ class TestOpenai:
         assert row(record)["messages"][1]["content"] == ""
 
     def test_metadata_is_that_of_the_hermes_row(self) -> None:
-        assert row(worked())["metadata"] == to_row(stored(worked()))["metadata"]
+        assert row(call_record())["metadata"] == to_row(to_record(call_record()))["metadata"]
 
 
 class TestReasoning:
@@ -108,7 +115,7 @@ class TestReasoning:
     def test_the_style_decides_which_reasoning_is_kept(
         self, style: Any, found: list[str | None]
     ) -> None:
-        training_row = row(worked(), reasoning=style)
+        training_row = row(call_record(), reasoning=style)
         turns = [m for m in training_row["messages"] if m["role"] == "assistant"]
         assert [turn.get("reasoning_content") for turn in turns] == found
         assert training_row["has_reasoning"] is any(found)
@@ -116,7 +123,7 @@ class TestReasoning:
         assert json.loads(training_row["metadata"])["reasoning"] == counts
 
     def test_inline_reasoning_is_in_the_content_and_nowhere_else(self) -> None:
-        turns = row(worked(), reasoning="inline")["messages"][2::2]
+        turns = row(call_record(), reasoning="inline")["messages"][2::2]
         assert [turn["content"] for turn in turns] == [
             "<think>\nWhich city?\n</think>\n\nLooking.",
             "<think>\nNow I know.\n</think>\n\nDone.",
@@ -124,9 +131,11 @@ class TestReasoning:
         assert not any("reasoning_content" in turn for turn in turns)
 
     def test_none_leaves_empty_blocks_in_hermes_and_none_elsewhere(self) -> None:
-        values = [t["value"] for t in row(worked(), "hermes", reasoning="none")["conversations"]]
+        values = [
+            t["value"] for t in row(call_record(), "hermes", reasoning="none")["conversations"]
+        ]
         assert values[2].startswith("<think>\n</think>\nLooking.")
-        assert said(worked(), reasoning="none")[-1] == ("gpt", "Done.")
+        assert read_turns(call_record(), reasoning="none")[-1] == ("gpt", "Done.")
 
 
 class TestParallelCalls:
@@ -158,15 +167,15 @@ class TestParallelCalls:
 
 
 def test_the_system_prompt_can_be_left_out_or_added(tmp_path: Path) -> None:
-    assert row(worked(), system="omit")["messages"][0]["role"] == "user"
-    assert said(worked())[0] == ("system", "Be brief.")
-    assert said(worked(), system="omit")[0] == ("human", "Go.")
+    assert row(call_record(), system="omit")["messages"][0]["role"] == "user"
+    assert read_turns(call_record())[0] == ("system", "Be brief.")
+    assert read_turns(call_record(), system="omit")[0] == ("human", "Go.")
     plain, added = (
-        row(worked(), "hermes", system=system)["conversations"][0]["value"]
+        row(call_record(), "hermes", system=system)["conversations"][0]["value"]
         for system in ("omit", "saved")
     )
     assert added == f"{plain}\n\nBe brief."
-    assert row(worked(), "hermes")["conversations"][0]["value"] == plain
+    assert row(call_record(), "hermes")["conversations"][0]["value"] == plain
 
 
 def test_long_tool_results_lose_their_middle() -> None:
@@ -183,7 +192,7 @@ class TestLlamafactory:
         record = record_of(
             user(), assistant("", call('{"a":1}'), reasoning="Hm."), result("r"), assistant("Hi.")
         )
-        assert said(record) == [
+        assert read_turns(record) == [
             ("human", "Go."),
             ("function_call", '<think>\nHm.\n</think>\n\n{"name": "temp", "arguments": {"a": 1}}'),
             ("observation", "r"),
@@ -191,7 +200,7 @@ class TestLlamafactory:
         ]
 
     def test_text_beside_calls_precedes_one_block_that_is_a_list(self) -> None:
-        kind, value = said(PARALLEL)[1]
+        kind, value = read_turns(PARALLEL)[1]
         assert kind == "function_call"
         thoughts, _, rest = value.partition("</think>\n\n")
         text, _, block = rest.partition("<tool_call>")
@@ -200,17 +209,17 @@ class TestLlamafactory:
         assert [one["arguments"]["city"] for one in calls] == ["A", "B"]
 
     def test_several_results_are_one_turn(self) -> None:
-        assert said(PARALLEL)[2] == ("observation", "1\n</tool_response>\n<tool_response>\n2")
+        assert read_turns(PARALLEL)[2] == ("observation", "1\n</tool_response>\n<tool_response>\n2")
 
     def test_turns_alternate_and_end_with_the_model(self) -> None:
         """Its loader empties rows that do not, and drops them."""
         record = record_of(user(), assistant("", call()), result("r"), status="max_turns")
-        assert refused(record, "llamafactory") == "unfinished"
+        assert refusal(record, "llamafactory") == "unfinished"
 
     def test_no_value_is_blank(self) -> None:
         """S: its loader and others choke on them."""
         record = record_of(user(), assistant("", call()), result(" "), assistant("Hi."))
-        assert all(value.strip() for _, value in said(record))
+        assert all(value.strip() for _, value in read_turns(record))
 
     def test_without_tools_the_column_is_blank(self) -> None:
         training_row = row(record_of(user(), assistant("Hi."), tools=[]), "llamafactory")
@@ -218,8 +227,10 @@ class TestLlamafactory:
 
     def test_dataset_info_names_all_tags_and_columns(self, tmp_path: Path) -> None:
         """Its loader takes every tag that is left out for none."""
-        source = make_run(tmp_path, *[worked(f"{n}.") for n in range(12)])
-        directory, _ = exported(source, formats="llamafactory", splits={"train": 0.5, "test": 0.5})
+        source = make_run(tmp_path, *[call_record(f"{n}.") for n in range(12)])
+        directory, _ = export_to_dataset(
+            source, formats="llamafactory", splits={"train": 0.5, "test": 0.5}
+        )
         info = json.loads((directory / "llamafactory" / "dataset_info.json").read_bytes())
         assert {k: v["file_name"] for k, v in info.items()} == {
             "r_train": "train.jsonl",
@@ -231,8 +242,8 @@ class TestLlamafactory:
         assert len(entry["tags"]) == 7
 
     def test_shards_are_a_folder(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, *[worked(f"{n}.") for n in range(4)])
-        directory, _ = exported(source, formats="llamafactory", shard_mb=0.003)
+        source = make_run(tmp_path, *[call_record(f"{n}.") for n in range(4)])
+        directory, _ = export_to_dataset(source, formats="llamafactory", shard_mb=0.003)
         info = json.loads((directory / "llamafactory" / "dataset_info.json").read_bytes())
         assert {k: v["file_name"] for k, v in info.items()} == {"r_train": "train"}
         shards = sorted((directory / "llamafactory" / "train").iterdir())
@@ -250,7 +261,7 @@ class TestAtif:
             "duration_s": 1.0,
             "cost_usd": None,
         }
-        record = worked(versions={"batch-trajectories": "1.2"}, turns=[turn, turn])
+        record = call_record(versions={"batch-trajectories": "1.2"}, turns=[turn, turn])
         (document,) = rows(make_run(tmp_path, record), "atif")
         assert document["schema_version"] == "ATIF-v1.8"
         assert document["agent"]["version"] == "1.2"
@@ -360,7 +371,7 @@ class TestAtif:
     def test_atif_has_no_document_of_a_simulated_user(self) -> None:
         """What it wrote are user messages: as an agent's steps they would be trained on."""
         said = _inner("simulated_user#1", "simulated_user", user("Hi."), assistant("More."))
-        document = row(worked(inner=[said]), "atif")
+        document = row(call_record(inner=[said]), "atif")
         assert "subagent_trajectories" not in document
         assert "More." not in json.dumps(document)
 
@@ -389,9 +400,9 @@ class TestRewards:
         ],
     )
     def test_come_from_the_check(self, check: Any, reward: Any, has_passed: Any) -> None:
-        record = worked(check=check)
-        assert judge_record(stored(record)).reward == reward
-        assert judge_record(stored(record)).is_good(0.5) is has_passed
+        record = call_record(check=check)
+        assert judge_record(to_record(record)).reward == reward
+        assert judge_record(to_record(record)).is_good(0.5) is has_passed
 
     @pytest.mark.parametrize(
         ("changes", "reward"),
@@ -406,11 +417,11 @@ class TestRewards:
     )
     def test_else_from_the_expected_answer(self, changes: Any, reward: Any) -> None:
         told = {"options": {"check_expected": True}, "row": {"prompt": "Go.", "expected": "7"}}
-        assert judge_record(stored(worked(**(told | changes)))).reward == reward
+        assert judge_record(to_record(call_record(**(told | changes)))).reward == reward
 
     def test_are_in_the_metadata(self) -> None:
-        assert json.loads(row(judged(0.25, "Hi."))["metadata"])["reward"] == 0.25
-        assert "reward" not in json.loads(row(worked())["metadata"])
+        assert json.loads(row(judged_record(0.25, "Hi."))["metadata"])["reward"] == 0.25
+        assert "reward" not in json.loads(row(call_record())["metadata"])
 
 
 class TestPreferences:
@@ -435,7 +446,12 @@ class TestPreferences:
         assert (pair["chosen"][-1]["content"], pair["rejected"][-1]["content"]) == ("Yes.", "No.")
 
     def test_a_pair_is_the_best_and_the_worst_sample_of_a_prompt(self, tmp_path: Path) -> None:
-        records = [judged(0.5, "B"), judged(1.0, "A"), judged(0.0, "C"), judged(None, "D")]
+        records = [
+            judged_record(0.5, "B"),
+            judged_record(1.0, "A"),
+            judged_record(0.0, "C"),
+            judged_record(None, "D"),
+        ]
         source = make_run(tmp_path, *records, samples=4)
         (pair,) = rows(source, "dpo")
         assert pair["id"] == "t0"
@@ -447,33 +463,43 @@ class TestPreferences:
             "n": 1.5,
         }
         assert rejects(source, formats="dpo") == {"t0": "no_pair", "t0#s3": "no_reward"}
-        _, manifest = exported(source, formats="dpo")
+        _, manifest = export_to_dataset(source, formats="dpo")
         (part,) = manifest["formats"]
         assert (part["rows"], part["used"], part["rejected"]) == (1, 2, 2)
 
     def test_equal_rewards_and_single_samples_make_none(self, tmp_path: Path) -> None:
-        records = [judged(1.0, "A"), judged(1.0, "B"), judged(1.0, "C"), judged(0.9, "D")]
+        records = [
+            judged_record(1.0, "A"),
+            judged_record(1.0, "B"),
+            judged_record(1.0, "C"),
+            judged_record(0.9, "D"),
+        ]
         source = make_run(tmp_path, *records, samples=2)
         assert [pair["id"] for pair in rows(source, "dpo")] == ["t1"]
         assert rows(source, "dpo", preference={"min_margin": 0.2}) == []
 
     def test_samples_that_were_offered_other_tools_are_not_compared(self, tmp_path: Path) -> None:
-        other = {**judged(0.0, "B"), "tools": [TEMP, TEMP]}
-        source = make_run(tmp_path, judged(1.0, "A"), other, samples=2)
+        other = {**judged_record(0.0, "B"), "tools": [TEMP, TEMP]}
+        source = make_run(tmp_path, judged_record(1.0, "A"), other, samples=2)
         assert rows(source, "dpo") == []
-        groups = [judged(0.8, "C"), other, judged(0.3, "D"), {**other, **judged(0.9, "E")}]
+        groups = [
+            judged_record(0.8, "C"),
+            other,
+            judged_record(0.3, "D"),
+            {**other, **judged_record(0.9, "E")},
+        ]
         groups[3]["tools"] = other["tools"]
         (pair,) = rows(make_run(tmp_path, *groups, samples=4), "dpo")
         assert [pair[side][-1]["content"] for side in ("chosen", "rejected")] == ["E", "B"]
-        (pair,) = rows(make_run(tmp_path, judged(1.0, "A"), *groups[:3], samples=4), "dpo")
+        (pair,) = rows(make_run(tmp_path, judged_record(1.0, "A"), *groups[:3], samples=4), "dpo")
         assert [pair[side][-1]["content"] for side in ("chosen", "rejected")] == ["A", "D"]
         (pair,) = rows(make_run(tmp_path, groups[0], groups[2], groups[3], samples=3), "dpo")
         assert [pair[side][-1]["content"] for side in ("chosen", "rejected")] == ["C", "D"]
 
     def test_kto_labels_every_judged_sample(self, tmp_path: Path) -> None:
         """The check says whether it passed; else the reward is compared with the threshold."""
-        by_reward = worked("C", check={"reward": 0.4})
-        source = make_run(tmp_path, judged(1.0, "A"), judged(0.0, "B"), by_reward)
+        by_reward = call_record("C", check={"reward": 0.4})
+        source = make_run(tmp_path, judged_record(1.0, "A"), judged_record(0.0, "B"), by_reward)
         assert [row["label"] for row in rows(source, "kto")] == [True, False, False]
         lenient = rows(source, "kto", preference={"threshold": 0.3})
         assert [row["label"] for row in lenient] == [True, False, True]
@@ -501,10 +527,10 @@ def test_raw_rows_are_the_records_to_the_byte(tmp_path: Path) -> None:
     """Those that break rules of other formats too."""
     source = make_run(
         tmp_path,
-        worked(),
+        call_record(),
         record_of(user(), assistant("", call("{")), result("r"), assistant("Hi.")),
     )
-    directory, _ = exported(source, formats="raw")
+    directory, _ = export_to_dataset(source, formats="raw")
     stored = (source.run_dir / "records.jsonl").read_bytes()
     assert (directory / "raw" / "train.jsonl").read_bytes() == stored
 
@@ -512,8 +538,8 @@ def test_raw_rows_are_the_records_to_the_byte(tmp_path: Path) -> None:
 class TestParquet:
     def test_twins_hold_the_rows_under_a_plain_schema(self, tmp_path: Path) -> None:
         pq = pytest.importorskip("pyarrow.parquet")
-        source = make_run(tmp_path, worked(), PARALLEL)
-        directory, manifest = exported(source, formats="hermes,openai,parquet")
+        source = make_run(tmp_path, call_record(), PARALLEL)
+        directory, manifest = export_to_dataset(source, formats="hermes,openai,parquet")
         table = pq.read_table(directory / "hermes_parquet" / "train.parquet")
         assert table.to_pylist() == lines(directory / "hermes" / "train.jsonl")
         file = directory / "openai_parquet" / "train.parquet"
@@ -532,7 +558,7 @@ class TestParquet:
         pq = pytest.importorskip("pyarrow.parquet")
         long = "x" * 400_000
         records = [record_of(user(), assistant(f"{n} {long}")) for n in range(50)]
-        directory, _ = exported(make_run(tmp_path, *records), formats="openai,parquet")
+        directory, _ = export_to_dataset(make_run(tmp_path, *records), formats="openai,parquet")
         file = pq.ParquetFile(directory / "openai_parquet" / "train.parquet")
         assert file.num_row_groups == 2
         written = lines(directory / "openai" / "train.jsonl")
@@ -541,15 +567,17 @@ class TestParquet:
 
     def test_alone_it_is_that_of_openai(self, tmp_path: Path) -> None:
         pytest.importorskip("pyarrow")
-        directory, manifest = exported(make_run(tmp_path, worked()), formats="parquet")
+        directory, manifest = export_to_dataset(
+            make_run(tmp_path, call_record()), formats="parquet"
+        )
         (part,) = manifest["formats"]
         assert [file["path"] for file in part["files"]] == ["openai_parquet/train.parquet"]
         assert not (directory / "openai").exists()
 
     def test_preferences_have_twins_too(self, tmp_path: Path) -> None:
         pq = pytest.importorskip("pyarrow.parquet")
-        source = make_run(tmp_path, judged(1.0, "A"), judged(0.0, "B"), samples=2)
-        directory, _ = exported(source, formats="dpo,kto,parquet")
+        source = make_run(tmp_path, judged_record(1.0, "A"), judged_record(0.0, "B"), samples=2)
+        directory, _ = export_to_dataset(source, formats="dpo,kto,parquet")
         (pair,) = pq.read_table(directory / "dpo_parquet" / "train.parquet").to_pylist()
         assert [pair[side][-1]["content"] for side in ("chosen", "rejected")] == ["A", "B"]
         labels = pq.read_table(directory / "kto_parquet" / "train.parquet")["label"]
@@ -575,13 +603,13 @@ class TestForgedStructure:
     @pytest.mark.parametrize("name", TEXT_FORMATS)
     def test_a_control_token_of_a_prompt_refuses_the_row(self, token: str, name: str) -> None:
         record = record_of(user(f"Say {token} twice"), assistant("Hi."))
-        assert refused(record, name) == "control_token"
+        assert refusal(record, name) == "control_token"
 
     @pytest.mark.parametrize("token", CONTROL)
     def test_in_text_and_reasoning_of_the_model_they_are_rejected(self, token: str) -> None:
-        assert refused(record_of(user(), assistant(f"It is {token}")), "hermes") == "control_token"
+        assert refusal(record_of(user(), assistant(f"It is {token}")), "hermes") == "control_token"
         thought = record_of(user(), assistant("Hi.", reasoning=token))
-        assert refused(thought, "hermes") == "control_token"
+        assert refusal(thought, "hermes") == "control_token"
 
     @pytest.mark.parametrize("token", CONTROL + MARKUP)
     def test_in_tool_output_and_arguments_hermes_escapes_it(self, token: str) -> None:
@@ -600,7 +628,7 @@ class TestForgedStructure:
     def test_in_tool_output_that_is_shown_as_it_is_it_refuses_the_row(self, token: str) -> None:
         record = record_of(user(), assistant("", call()), result(f"x {token}"), assistant("Hi."))
         reason = "control_token" if token.startswith("<|") else "marker_in_result"
-        assert refused(record, "openai") == refused(record, "llamafactory") == reason
+        assert refusal(record, "openai") == refusal(record, "llamafactory") == reason
         assert row(record, "atif")["steps"][1]["observation"]["results"][0]["content"]
 
     @pytest.mark.parametrize(
@@ -619,7 +647,7 @@ class TestForgedStructure:
         record = record_of(
             user(), assistant("", call(f'{{"q": "{token}"}}')), result("r"), assistant("Hi.")
         )
-        assert refused(record, "openai") == refused(record, "llamafactory") == reason
+        assert refusal(record, "openai") == refusal(record, "llamafactory") == reason
         value = row(record, "hermes")["conversations"][2]["value"]
         assert arguments_of(value) == {"q": json.loads(f'"{token}"')}
 
@@ -628,11 +656,11 @@ class TestForgedStructure:
         record = record_of(
             user(), assistant("Hi."), tools=[{"type": "function", "function": function}]
         )
-        assert refused(record) == "control_token"
+        assert refusal(record) == "control_token"
         assert "<|im_end|>" not in row(record, "hermes")["conversations"][0]["value"]
         system = {"role": "system", "content": "You <|im_start|>"}
         made = record_of(system, user(), assistant("Hi."))
-        assert refused(made) == refused(made, "llamafactory") == "control_token"
+        assert refusal(made) == refusal(made, "llamafactory") == "control_token"
         assert row(made, system="omit")["messages"][0]["role"] == "user"
 
     @pytest.mark.parametrize("tag", ["<tool_call>", "</think>", "<think>"])
@@ -642,17 +670,17 @@ class TestForgedStructure:
         )
         messages = row(record)["messages"]
         assert (messages[0]["content"], messages[2]["content"]) == (f"What is {tag}?", f"a {tag} b")
-        told = said(record)
+        told = read_turns(record)
         assert (told[0], told[2]) == (("human", f"What is {tag}?"), ("observation", f"a {tag} b"))
 
     @pytest.mark.parametrize("tag", ["<tool_call>", "</think>", "</tool_response>"])
     def test_tags_in_the_words_of_a_model_refuse_the_row(self, tag: str) -> None:
         record = record_of(user(), assistant(f"So {tag} it is."))
-        assert {refused(record, name) for name in TEXT_FORMATS} == {"marker_in_text"}
+        assert {refusal(record, name) for name in TEXT_FORMATS} == {"marker_in_text"}
 
     def test_arguments_that_are_not_json_reject_the_row(self) -> None:
         record = record_of(user(), assistant("", call('{"a": NaN}')), result("r"), assistant("Hi."))
-        assert {refused(record, name) for name in ROW_FORMATS} == {"arguments_not_json"}
+        assert {refusal(record, name) for name in ROW_FORMATS} == {"arguments_not_json"}
 
     def test_lone_surrogates_become_replacement_characters(self) -> None:
         record = record_of(
@@ -668,7 +696,7 @@ class TestForgedStructure:
         """U+2028 and the like end no line; what a prompt or a tool says comes back as it was."""
         record = record_of(user(text), assistant("", call()), result(text), assistant("Hi."))
         try:
-            line = dumps_row(row_in("openai", stored(record)))
+            line = dumps_row(row_in("openai", to_record(record)))
         except Rejected:
             return
         assert len(line.decode().splitlines()) == 1  # as NeMo AutoModel reads JSON lines
@@ -679,13 +707,13 @@ class TestForgedStructure:
 def test_all_formats_say_the_same(tmp_path: Path) -> None:
     """The texts of one record are in every format."""
     for name in ROW_FORMATS:
-        text = json.dumps(row(worked(), name), ensure_ascii=False)
+        text = json.dumps(row(call_record(), name), ensure_ascii=False)
         for part in ("Go.", "Looking.", "Which city?", "Oslo", "Now I know.", "Done."):
             assert part in text, name
 
 
 def test_rendering_a_conversation_does_not_change_it() -> None:
-    conversation: Conversation = read_conversation(stored(PARALLEL))
+    conversation: Conversation = read_conversation(to_record(PARALLEL))
     before = render_messages(conversation, Style())
     for style in (Style(reasoning="none"), Style(parallel_calls="split"), Style(max_tool_chars=1)):
         apply_style(conversation, style)

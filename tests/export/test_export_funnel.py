@@ -20,9 +20,9 @@ from batch_trajectories.export.statistics.funnel import compute_funnel, funnel_a
 from batch_trajectories.export.training_files import export_run
 from batch_trajectories.records.failures import Failure, FailureFile
 from batch_trajectories.report.page.writer import write_report
-from tests.export.test_export_per_turn import asked_twice
+from tests.export.test_export_per_turn import two_questions
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.exporting import make_run, worked
+from tests.helpers.exporting import call_record, make_run
 from tests.helpers.running import SCRIPTED, run, write_rows
 
 FAILED = record_of(user(), status="failed", error={"class": "ModelError", "message": "gone"})
@@ -33,18 +33,18 @@ FLAWED = record_of(user(), assistant("See </tool_call>."))
 BAD_ROWS = '{"id": "x1"}\n[1]\n{"id": "x2"}\nnot JSON at 17\n'
 
 
-def passed(answer: str, *, has_passed: bool) -> dict[str, Any]:
-    return worked(answer, check={"passed": has_passed, "reward": float(has_passed)})
+def judged_record(answer: str, *, has_passed: bool) -> dict[str, Any]:
+    return call_record(answer, check={"passed": has_passed, "reward": float(has_passed)})
 
 
-def mixed_run(folder: Path) -> Source:
+def make_mixed_run(folder: Path) -> Source:
     """Seven rows with a record each, two without, and four bad rows."""
     source = make_run(
         folder,
-        passed("A", has_passed=True),
-        passed("B", has_passed=False),
-        worked("C"),
-        worked("C"),
+        judged_record("A", has_passed=True),
+        judged_record("B", has_passed=False),
+        call_record("C"),
+        call_record("C"),
         EARLY,
         FAILED,
         FLAWED,
@@ -78,7 +78,7 @@ def export_both(source: Source, **recipe: Any) -> None:
 
 
 def test_each_step_says_what_was_lost_and_why(tmp_path: Path) -> None:
-    source = mixed_run(tmp_path)
+    source = make_mixed_run(tmp_path)
     steps = funnel(source)
     assert steps["steps"] == [
         {
@@ -106,7 +106,7 @@ def test_each_step_says_what_was_lost_and_why(tmp_path: Path) -> None:
 
 
 def test_exports_are_told_with_what_their_manifests_counted(tmp_path: Path) -> None:
-    source = mixed_run(tmp_path)
+    source = make_mixed_run(tmp_path)
     export_both(source, formats="openai,dpo", filters={"require_passed": True})
     training, openai, dpo = funnel(source)["exports"]
     before = {"bad row": 4, "failed": 2, "pending": 1}
@@ -131,7 +131,7 @@ def test_exports_are_told_with_what_their_manifests_counted(tmp_path: Path) -> N
 
 
 def test_an_export_is_outdated_once_more_conversations_have_ended(tmp_path: Path) -> None:
-    source = make_run(tmp_path, worked("A"), FAILED, pending=1)
+    source = make_run(tmp_path, call_record("A"), FAILED, pending=1)
     export_run(source.run_dir, source.scan, num_samples=1)
     assert not funnel(source)["exports"][0]["outdated"]
     lines = (source.run_dir / "records.jsonl").read_bytes().splitlines(keepends=True)
@@ -146,7 +146,7 @@ def test_an_export_is_outdated_once_more_conversations_have_ended(tmp_path: Path
 
 
 def test_stats_shows_the_funnel(tmp_path: Path) -> None:
-    source = mixed_run(tmp_path)
+    source = make_mixed_run(tmp_path)
     export_both(source, formats="openai")
     done = run(tmp_path, "stats", str(source.run_dir))
     assert done.returncode == 0, done.stderr
@@ -172,7 +172,7 @@ def test_stats_shows_the_funnel(tmp_path: Path) -> None:
 
 
 def test_without_its_dataset_a_run_still_has_statistics(tmp_path: Path) -> None:
-    source = make_run(tmp_path, worked())
+    source = make_run(tmp_path, call_record())
     (tmp_path / "p.jsonl").unlink()
     done = run(tmp_path, "stats", str(source.run_dir))
     assert done.returncode == 0, done.stderr
@@ -184,7 +184,7 @@ def test_without_its_dataset_a_run_still_has_statistics(tmp_path: Path) -> None:
 
 
 def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    source = make_run(tmp_path, worked())
+    source = make_run(tmp_path, call_record())
     export_run(source.run_dir, source.scan, num_samples=1)
     (source.run_dir / "exports" / "manifest.json").write_text("{")
     done = run(tmp_path, "stats", str(source.run_dir))
@@ -195,7 +195,7 @@ def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_rows_per_turn_are_more_than_their_conversations(tmp_path: Path) -> None:
-    source = make_run(tmp_path, asked_twice(), worked())
+    source = make_run(tmp_path, two_questions(), call_record())
     export_both(source, formats="openai", per_turn=True)
     _, openai = funnel(source)["exports"]
     assert (openai["rows"], openai["used"], openai["lost"]) == (6, 2, {})
@@ -203,7 +203,7 @@ def test_rows_per_turn_are_more_than_their_conversations(tmp_path: Path) -> None
 
 def test_an_export_of_copies_alone_is_where_they_are(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
-    source = make_run(tmp_path, worked())
+    source = make_run(tmp_path, call_record())
     export_both(source, formats="parquet")
     (_, copies) = funnel(source)["exports"]
     assert (copies["format"], copies["path"]) == ("openai", "exports/dataset/openai_parquet")
@@ -236,7 +236,7 @@ def test_rare_reasons_of_bad_rows_are_counted_together(tmp_path: Path) -> None:
         f'{{"id": "b{n}", "prompt": {value}}}\n'
         for n, value in enumerate(["1", "[]", "{}", "null", "true"])
     )
-    source = make_run(tmp_path, worked(), more=reasons)
+    source = make_run(tmp_path, call_record(), more=reasons)
     (rows, *_) = funnel(source)["steps"]
     assert sum(rows["lost"].values()) == 5
     assert len(rows["lost"]) <= 11
@@ -254,10 +254,10 @@ def test_every_step_adds_up(
         FAILED,
         EARLY,
         FLAWED,
-        worked("A"),
-        passed("B", has_passed=True),
-        passed("C", has_passed=False),
-        asked_twice(),
+        call_record("A"),
+        judged_record("B", has_passed=True),
+        judged_record("C", has_passed=False),
+        two_questions(),
     ]
     records = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=9))
     pending, bad = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))

@@ -16,7 +16,7 @@ from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.files import LateKeys
 from batch_trajectories.export.rows.recipe import FormatName, Recipe
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.exporting import judged, make_run, worked
+from tests.helpers.exporting import call_record, judged_record, make_run
 from tests.helpers.running import lines, run
 
 pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="needs `datasets`")
@@ -31,7 +31,7 @@ def library() -> Any:
     return datasets
 
 
-def loaded(directory: Path, name: str) -> dict[str, list[Any]]:
+def load(directory: Path, name: str) -> dict[str, list[Any]]:
     """The rows of each split, as a user of the library sees them."""
     splits = library().load_from_disk(directory / f"{name}_hf")
     return {split: list(rows) for split, rows in splits.items()}
@@ -50,7 +50,9 @@ def written(directory: Path, name: str) -> dict[str, list[Any]]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Source:
-    records = [judged(reward, f"Answer {reward}, {n}.") for n in range(20) for reward in (0.0, 1.0)]
+    records = [
+        judged_record(reward, f"Answer {reward}, {n}.") for n in range(20) for reward in (0.0, 1.0)
+    ]
     return make_run(tmp_path, *records, samples=2)
 
 
@@ -58,7 +60,7 @@ def test_holds_the_rows_of_the_json_lines_in_every_format(source: Source, tmp_pa
     recipe = Recipe(formats=(*FORMATS, "hf"), splits={"train": 0.5, "test": 0.5})
     export_dataset(source, recipe, tmp_path / "d")
     for name in FORMATS:
-        rows = loaded(tmp_path / "d", name)
+        rows = load(tmp_path / "d", name)
         assert rows == written(tmp_path / "d", name)
         assert rows["train"]
         assert rows["test"]
@@ -70,16 +72,16 @@ def test_alone_it_holds_rows_of_openai_in_shards(source: Source, tmp_path: Path)
     export_dataset(source, Recipe(formats=("hf",), shard_mb=0.005), tmp_path / "d")
     assert len(list((tmp_path / "d" / "openai_hf" / "train").glob("*.arrow"))) > 2
     assert not (tmp_path / "d" / "openai").exists()
-    assert loaded(tmp_path / "d", "openai") == written(tmp_path / "lines", "openai")
+    assert load(tmp_path / "d", "openai") == written(tmp_path / "lines", "openai")
     by_card = library().load_dataset(str(tmp_path / "d"), cache_dir=str(tmp_path / "cache"))
-    assert list(by_card["train"]) == loaded(tmp_path / "d", "openai")["train"]
+    assert list(by_card["train"]) == load(tmp_path / "d", "openai")["train"]
 
 
 def test_another_content_has_another_fingerprint(tmp_path: Path) -> None:
     """By the fingerprint `datasets` finds what it cached: two contents must not share one."""
     collected = []
     for answer in ("Yes.", "No."):
-        source = make_run(tmp_path, worked(answer))
+        source = make_run(tmp_path, call_record(answer))
         export_dataset(source, Recipe(formats=("hf",)), tmp_path / "d")
         collected.append(
             library().load_from_disk(tmp_path / "d" / "openai_hf")["train"]._fingerprint
@@ -94,7 +96,7 @@ def test_tools_are_text_or_a_list_as_asked_for(source: Source, tmp_path: Path, f
     kind: Any = {"text": str, "list": list}[form]
     for name in ("openai", "dpo", "kto"):
         (line, *_) = lines(tmp_path / "d" / name / "train.jsonl")
-        (row, *_) = loaded(tmp_path / "d", name)["train"]
+        (row, *_) = load(tmp_path / "d", name)["train"]
         assert isinstance(line["tools"], kind)
         assert row["tools"] == line["tools"]
     (line, *_) = lines(tmp_path / "d" / "llamafactory" / "train.jsonl")

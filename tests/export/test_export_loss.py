@@ -15,14 +15,14 @@ from batch_trajectories.export.conversation.turns import Turn
 from batch_trajectories.export.training_files import export_run
 from tests.export.test_export_agents import agents_record
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.exporting import exported, make_run, rows, worked
+from tests.helpers.exporting import call_record, export_to_dataset, make_run, rows
 from tests.helpers.running import lines
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 NOTE = "Go on, please."
 
 
-def mixed() -> dict[str, Any]:
+def mixed_record() -> dict[str, Any]:
     """Turns of the prompt, of a branch's parent and of this run's model, and a note."""
     record = record_of(
         user("Hi."),
@@ -44,7 +44,7 @@ def mixed() -> dict[str, Any]:
 
 
 def test_every_message_knows_who_wrote_it() -> None:
-    conversation = read_conversation(stored(mixed()))
+    conversation = read_conversation(to_record(mixed_record()))
     assert [(type(entry).__name__, entry.author) for entry in conversation.entries] == [
         ("UserMessage", "prompt"),
         ("Turn", "prompt"),
@@ -63,7 +63,7 @@ def test_a_note_that_was_added_to_the_words_of_a_user_leaves_them_the_prompts() 
         user(), assistant("A?"), {**user(f"Yes.\n\n{NOTE}"), "notes": ["continue"]}, assistant("B.")
     )
     record["notes"] = [{"turn": 1, "reason": "continue", "text": NOTE, "at": 1.0}]
-    assert [entry.author for entry in read_conversation(stored(record)).entries] == [
+    assert [entry.author for entry in read_conversation(to_record(record)).entries] == [
         "prompt",
         "model",
         "prompt",
@@ -94,7 +94,7 @@ def test_further_messages_of_the_user_are_the_rows_or_the_simulated_users() -> N
     ]
     record["inner"] = [{"key": "simulated_user#2", "name": "simulated_user"}]
     authors = [
-        e.author for e in read_conversation(stored(record)).entries if not isinstance(e, Turn)
+        e.author for e in read_conversation(to_record(record)).entries if not isinstance(e, Turn)
     ]
     assert authors == ["prompt", "prompt", "runtime", "simulated_user"]
 
@@ -102,7 +102,7 @@ def test_further_messages_of_the_user_are_the_rows_or_the_simulated_users() -> N
 def test_a_first_reply_that_continues_a_turn_of_the_prompt_is_the_models() -> None:
     record = record_of(user(), assistant("One, "), assistant("two."))
     del record["turns"][0]
-    assert read_conversation(stored(record)).others == {}
+    assert read_conversation(to_record(record)).others == {}
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,12 @@ def test_turns_of_another_model_that_an_agent_called_are_not_the_runs(
     record = agents_record(model="openai:m")
     for turn, model in zip(record["turns"], models, strict=True):
         turn["model"] = model
-    entries = read_conversation(stored(record)).entries
+    entries = read_conversation(to_record(record)).entries
     assert [entry.author for entry in entries if isinstance(entry, Turn)] == authors
 
 
 def test_openai_marks_turns_that_carry_no_loss_and_no_others(tmp_path: Path) -> None:
-    (row,) = rows(make_run(tmp_path, mixed()), "openai")
+    (row,) = rows(make_run(tmp_path, mixed_record()), "openai")
     marks = [
         (message["role"], message.get("weight"), message.get("loss")) for message in row["messages"]
     ]
@@ -146,14 +146,14 @@ def test_openai_marks_turns_that_carry_no_loss_and_no_others(tmp_path: Path) -> 
 
 
 def test_no_key_marks_a_row_of_this_runs_model_alone(tmp_path: Path) -> None:
-    (row,) = rows(make_run(tmp_path, worked()), "openai")
+    (row,) = rows(make_run(tmp_path, call_record()), "openai")
     keys = {key for message in row["messages"] for key in message}
     assert keys.isdisjoint(("weight", "loss"))
 
 
 def test_what_a_format_cannot_mark_is_counted_and_stays_as_it_was(tmp_path: Path) -> None:
-    source = make_run(tmp_path, mixed(), worked())
-    directory, manifest = exported(source, formats="hermes,llamafactory,openai,atif")
+    source = make_run(tmp_path, mixed_record(), call_record())
+    directory, manifest = export_to_dataset(source, formats="hermes,llamafactory,openai,atif")
     found = {
         part["format"]: (part["marks_loss"], part["turns_of_others"])
         for part in manifest["formats"]
@@ -174,8 +174,8 @@ def test_what_a_format_cannot_mark_is_counted_and_stays_as_it_was(tmp_path: Path
 
 
 def test_the_manifest_of_the_training_file_counts_turns_of_others(tmp_path: Path) -> None:
-    early = {**mixed(), "status": "max_turns", "status_reason": "3"}
-    source = make_run(tmp_path, mixed(), worked(), early)
+    early = {**mixed_record(), "status": "max_turns", "status_reason": "3"}
+    source = make_run(tmp_path, mixed_record(), call_record(), early)
     export_run(source.run_dir, source.scan, num_samples=1)
     manifest = json.loads((source.run_dir / "exports" / "manifest.json").read_text())
     assert manifest["exported"] == 2
@@ -192,14 +192,16 @@ def test_a_document_of_atif_names_the_model_of_each_turn_of_another(tmp_path: Pa
 
 
 def test_preferences_hold_no_marks(tmp_path: Path) -> None:
-    record = mixed() | {"check": {"passed": True, "reward": 1.0}}
+    record = mixed_record() | {"check": {"passed": True, "reward": 1.0}}
     (row,) = rows(make_run(tmp_path, record), "kto")
     assert not any("weight" in message for message in row["prompt"])
 
 
 def test_copies_in_parquet_hold_the_marks(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    directory, _ = exported(make_run(tmp_path, mixed(), worked()), formats="parquet")
+    directory, _ = export_to_dataset(
+        make_run(tmp_path, mixed_record(), call_record()), formats="parquet"
+    )
     table = parquet.read_table(directory / "openai_parquet" / "train.parquet").to_pylist()
     marks = [[message["weight"] for message in row["messages"]] for row in table]
     assert marks[0] == [None, 0, None, 0, None, 0, None, None, None, None]
@@ -222,6 +224,6 @@ def test_exactly_the_turns_of_others_are_marked(prompts: int, parents: int, own:
     del record["turns"][:prompts]
     for turn in record["turns"][:parents]:
         turn["inherited"] = True
-    messages = make_row(read_conversation(stored(record)), Style())["messages"]
+    messages = make_row(read_conversation(to_record(record)), Style())["messages"]
     marks = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
     assert marks == [0] * (prompts + parents) + [1] * own

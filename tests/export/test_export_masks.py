@@ -23,43 +23,43 @@ from batch_trajectories.export.rows.recipe import Recipe, load_recipe
 from batch_trajectories.export.statistics.funnel import funnel_as_text
 from batch_trajectories.report.page.writer import masks_of_dataset, training_form
 from tests.export.test_export_agents import agents_record
-from tests.export.test_export_loss import mixed
-from tests.export.test_export_rl import FIRST, SECOND, played
+from tests.export.test_export_loss import mixed_record
+from tests.export.test_export_rl import FIRST, SECOND, play_record
 from tests.helpers.builders import OFFERED, assistant, call, final, record_of, result, user
-from tests.helpers.exporting import exported, make_run, rejects, rows, why
+from tests.helpers.exporting import export_to_dataset, make_run, rejects, rows, why
 from tests.helpers.running import lines, run
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 NO_LOSS = (0, False)
 SCORE: dict[str, Any] = {"source": "m:f", "version": "1", "error": None, "rewards": {}}
 
 
-def failed(kind: str = "exception", *, id: str = "c1") -> dict[str, Any]:
+def failed_result(kind: str = "exception", *, id: str = "c1") -> dict[str, Any]:
     return {**result("Error", id=id, is_error=True), "details": {"failure": kind}}
 
 
-def looped(**changes: Any) -> dict[str, Any]:
+def looping_record(**changes: Any) -> dict[str, Any]:
     """Six turns: a call, one that fails, its repetition, another, a refused one, the answer."""
     return record_of(
         user(),
         assistant("One", call('{"city": "A"}', id="c1")),
         result("1", id="c1"),
         assistant("Two", call('{"city": "B"}', id="c2")),
-        failed(id="c2"),
+        failed_result(id="c2"),
         assistant("Three", call('{ "city": "B" }', id="c3")),
-        failed(id="c3"),
+        failed_result(id="c3"),
         assistant("Four", call('{"city": "C"}', id="c4")),
         result("4", id="c4"),
         assistant("Five", call('{"town": 1}', id="c5")),
-        failed("invalid_arguments", id="c5"),
+        failed_result("invalid_arguments", id="c5"),
         assistant("Six"),
         **changes,
     )
 
 
-def masked(record: dict[str, Any], **mask: Any) -> dict[int, tuple[str, ...]]:
+def mask_reasons(record: dict[str, Any], **mask: Any) -> dict[int, tuple[str, ...]]:
     """The reasons by turn."""
-    return dict(Masks(Mask.model_validate(mask), threshold=0.5).masked_turns(stored(record)))
+    return dict(Masks(Mask.model_validate(mask), threshold=0.5).masked_turns(to_record(record)))
 
 
 def learnt(row: dict[str, Any]) -> list[str]:
@@ -70,14 +70,14 @@ def learnt(row: dict[str, Any]) -> list[str]:
 
 
 def test_calls_and_their_results_give_reasons() -> None:
-    assert masked(looped(), failed_call=True) == {
+    assert mask_reasons(looping_record(), failed_call=True) == {
         2: ("failed_call",),
         3: ("failed_call",),
         5: ("failed_call",),
     }
-    assert masked(looped(), repeated_call=True) == {3: ("repeated_call",)}
-    assert masked(looped(), bad_arguments=True) == {5: ("bad_arguments",)}
-    assert masked(looped(), failed_call=True, repeated_call=True)[3] == (
+    assert mask_reasons(looping_record(), repeated_call=True) == {3: ("repeated_call",)}
+    assert mask_reasons(looping_record(), bad_arguments=True) == {5: ("bad_arguments",)}
+    assert mask_reasons(looping_record(), failed_call=True, repeated_call=True)[3] == (
         "failed_call",
         "repeated_call",
     )
@@ -92,10 +92,10 @@ def test_a_call_is_repeated_only_right_after_it_and_with_the_same_result() -> No
             messages += [assistant("Well."), user("Go on.")] if between else []
         return record_of(*messages, assistant("Done."))
 
-    assert masked(asked("r", "r", "r"), repeated_call=True).keys() == {2, 3}
-    assert masked(asked("r", "s"), repeated_call=True) == {}
-    assert masked(asked("r", "r", same=False), repeated_call=True) == {}
-    assert masked(asked("r", "r", between=True), repeated_call=True) == {}
+    assert mask_reasons(asked("r", "r", "r"), repeated_call=True).keys() == {2, 3}
+    assert mask_reasons(asked("r", "s"), repeated_call=True) == {}
+    assert mask_reasons(asked("r", "r", same=False), repeated_call=True) == {}
+    assert mask_reasons(asked("r", "r", between=True), repeated_call=True) == {}
 
 
 def test_a_note_of_the_runtime_does_not_hide_that_a_call_is_repeated() -> None:
@@ -113,7 +113,7 @@ def test_a_note_of_the_runtime_does_not_hide_that_a_call_is_repeated() -> None:
     )
     texts = ("You did this.", "Hurry.")
     record["notes"] = [{"turn": 2, "reason": "repeat", "text": text} for text in texts]
-    assert masked(record, repeated_call=True).keys() == {2, 3}
+    assert mask_reasons(record, repeated_call=True).keys() == {2, 3}
 
 
 @pytest.mark.parametrize(
@@ -127,23 +127,23 @@ def test_a_note_of_the_runtime_does_not_hide_that_a_call_is_repeated() -> None:
     ],
 )
 def test_a_call_that_was_cut_off_has_not_failed(kind: str, reasons: tuple[str, ...]) -> None:
-    record = record_of(user(), assistant("", call()), failed(kind), assistant("Done."))
-    found = masked(record, failed_call=True, bad_arguments=True, interrupted_result=True)
+    record = record_of(user(), assistant("", call()), failed_result(kind), assistant("Done."))
+    found = mask_reasons(record, failed_call=True, bad_arguments=True, interrupted_result=True)
     assert found == ({1: reasons} if reasons else {})
 
 
 def test_what_was_repaired_is_masked() -> None:
     repaired = {**assistant("", call()), "repairs": [{"call": "c1", "name": "Temp"}]}
     record = record_of(user(), repaired, result("1"), assistant("Done."))
-    assert masked(record, bad_arguments=True) == {1: ("bad_arguments",)}
+    assert mask_reasons(record, bad_arguments=True) == {1: ("bad_arguments",)}
 
 
 def test_rewards_of_turns_have_bounds_by_name() -> None:
     by_turn = {"reward": [0.4, 0.5, None, 1, 0, 1], "style": [1, 1, 1, 1, 0.2, 1]}
-    record = looped(scores=[{**SCORE, "turn_rewards": by_turn}])
-    assert masked(record, turn_reward=0.5).keys() == {1, 5}
-    assert masked(record, turn_reward={"style": 0.5}).keys() == {5}
-    assert masked(record, turn_reward={"style": 0.5, "reward": 0.5}) == {
+    record = looping_record(scores=[{**SCORE, "turn_rewards": by_turn}])
+    assert mask_reasons(record, turn_reward=0.5).keys() == {1, 5}
+    assert mask_reasons(record, turn_reward={"style": 0.5}).keys() == {5}
+    assert mask_reasons(record, turn_reward={"style": 0.5, "reward": 0.5}) == {
         1: ("turn_reward",),
         5: ("turn_reward",),
     }
@@ -153,27 +153,27 @@ def test_leaks_and_wrong_answers_are_masked() -> None:
     look = assistant("", call(json.dumps({"command": "git log -p"})))
     record = record_of(user(), look, result("r"), assistant("No."))
     record["check"] = {"passed": False, "reward": 0.0}
-    assert masked(record, leak_suspected=True, wrong_answer=True) == {
+    assert mask_reasons(record, leak_suspected=True, wrong_answer=True) == {
         1: ("leak_suspected",),
         2: ("wrong_answer",),
     }
-    assert masked({**record, "check": {"passed": True}}, wrong_answer=True) == {}
-    assert masked({**record, "status": "max_turns"}, wrong_answer=True) == {}
+    assert mask_reasons({**record, "check": {"passed": True}}, wrong_answer=True) == {}
+    assert mask_reasons({**record, "status": "max_turns"}, wrong_answer=True) == {}
 
 
 def test_turns_of_other_models_are_masked() -> None:
     record = agents_record(model="openai:m")
     for turn, model in zip(record["turns"], ("small", "m", "m"), strict=True):
         turn["model"] = model
-    assert masked(record, model="own_model") == {1: ("model",)}
+    assert mask_reasons(record, model="own_model") == {1: ("model",)}
 
 
 def test_turns_of_a_parent_have_no_reasons() -> None:
-    record = mixed()
+    record = mixed_record()
     for message in record["messages"]:
         if message["role"] == "tool":
             message["is_error"] = True
-    assert masked(record, failed_call=True) == {3: ("failed_call",)}
+    assert mask_reasons(record, failed_call=True) == {3: ("failed_call",)}
 
 
 class TestFunction:
@@ -186,7 +186,7 @@ class TestFunction:
     def found(self, gives: str) -> dict[int, tuple[str, ...]]:
         record = record_of(user(), assistant("", call()), result("r"), assistant("Done."))
         record["row"] = {"gives": gives}
-        return masked(record, function="masks_of_mine.py:f")
+        return mask_reasons(record, function="masks_of_mine.py:f")
 
     def test_it_says_for_each_turn_whether_and_why(self) -> None:
         assert self.found("[True, 'too vague']") == {
@@ -218,8 +218,8 @@ ALL = {"failed_call": True, "repeated_call": True, "bad_arguments": True}
 
 
 def test_rows_with_marks_hold_all_turns_and_mark_the_masked(tmp_path: Path) -> None:
-    source = make_run(tmp_path, looped(), record_of(user(), assistant("Hi.")))
-    directory, manifest = exported(source, formats="openai,atif,parquet", mask=ALL)
+    source = make_run(tmp_path, looping_record(), record_of(user(), assistant("Hi.")))
+    directory, manifest = export_to_dataset(source, formats="openai,atif,parquet", mask=ALL)
     first, second = lines(directory / "openai" / "train.jsonl")
     assert (learnt(first), learnt(second)) == (["One", "Four", "Six"], ["Hi."])
     reasons = [
@@ -242,8 +242,10 @@ def test_rows_with_marks_hold_all_turns_and_mark_the_masked(tmp_path: Path) -> N
 
 
 def test_rows_per_turn_leave_masked_turns_out_but_for_the_context(tmp_path: Path) -> None:
-    source = make_run(tmp_path, looped())
-    directory, manifest = exported(source, formats="openai,llamafactory", per_turn=True, mask=ALL)
+    source = make_run(tmp_path, looping_record())
+    directory, manifest = export_to_dataset(
+        source, formats="openai,llamafactory", per_turn=True, mask=ALL
+    )
     found = lines(directory / "openai" / "train.jsonl")
     assert [(row["id"], learnt(row)) for row in found] == [
         ("t0#t1", ["One"]),
@@ -274,7 +276,9 @@ def test_a_mask_of_bad_arguments_keeps_the_row_where_the_format_can_hold_them(
     mask = {"bad_arguments": True}
     (told,) = why(source, formats="openai", mask=mask).values()
     assert told.endswith("--arguments=text --accept_rows=arguments_not_json keeps such rows")
-    directory, manifest = exported(source, formats="openai,parquet,hf", mask=mask, arguments="text")
+    directory, manifest = export_to_dataset(
+        source, formats="openai,parquet,hf", mask=mask, arguments="text"
+    )
     (row,) = lines(directory / "openai" / "train.jsonl")
     calls = [
         one["function"]["arguments"] for m in row["messages"] for one in m.get("tool_calls", ())
@@ -297,7 +301,7 @@ def test_a_mask_of_bad_arguments_keeps_the_row_where_the_format_can_hold_them(
 
 def test_a_conversation_of_masked_turns_alone_has_no_row(tmp_path: Path) -> None:
     """Trainers drop such rows, some of them with an error."""
-    bad = record_of(user(), assistant("", call()), failed(), status="max_turns")
+    bad = record_of(user(), assistant("", call()), failed_result(), status="max_turns")
     source = make_run(tmp_path, bad, record_of(user(), assistant("Hi.")))
     for per_turn in (False, True):
         found = rejects(
@@ -317,7 +321,7 @@ def test_an_answer_that_came_with_calls_is_masked_with_them(tmp_path: Path) -> N
         assistant("First", call(id="c0")),
         result("r", id="c0"),
         turn,
-        failed(),
+        failed_result(),
         result("ok", id="f"),
         tools=OFFERED,
     )
@@ -328,14 +332,14 @@ def test_an_answer_that_came_with_calls_is_masked_with_them(tmp_path: Path) -> N
 
 def test_all_parts_of_a_turn_whose_calls_are_split_are_masked(tmp_path: Path) -> None:
     turn = assistant("Two", call(id="a"), call('{"city": 1}', id="b"))
-    record = record_of(user(), turn, failed(id="a"), result("r", id="b"), assistant("Done."))
+    record = record_of(user(), turn, failed_result(id="a"), result("r", id="b"), assistant("Done."))
     source = make_run(tmp_path, record)
     (row,) = rows(source, "openai", parallel_calls="split", mask={"failed_call": True})
     assert learnt(row) == ["Done."]
 
 
 def test_token_ids_keep_their_place_with_a_mask_of_0(tmp_path: Path) -> None:
-    record = played(FIRST, SECOND)
+    record = play_record(FIRST, SECOND)
     record["messages"][2] |= {"is_error": True, "details": {"failure": "exception"}}
     (row,) = rows(make_run(tmp_path, record), "rl", mask={"failed_call": True})
     assert (row["prompt_ids"], row["response_ids"]) == ([1, 2], [3, 4, 5, 6])
@@ -348,9 +352,9 @@ def test_token_ids_keep_their_place_with_a_mask_of_0(tmp_path: Path) -> None:
 
 
 def test_subagents_turns_are_masked_too(tmp_path: Path) -> None:
-    inner = played(FIRST, SECOND)
+    inner = play_record(FIRST, SECOND)
     inner["messages"][2]["is_error"] = True
-    record = played(FIRST, SECOND) | {"inner": [{**inner, "key": "c1", "name": "helper"}]}
+    record = play_record(FIRST, SECOND) | {"inner": [{**inner, "key": "c1", "name": "helper"}]}
     found = rows(make_run(tmp_path, record), "rl", subagents=True, mask={"failed_call": True})
     assert [(row["thread"], row["loss_mask"]) for row in found] == [
         ("main", [1, 1, 0, 1]),
@@ -358,7 +362,7 @@ def test_subagents_turns_are_masked_too(tmp_path: Path) -> None:
     ]
 
 
-def answered(words: str, *, passed: bool | None = None, **changes: Any) -> dict[str, Any]:
+def answered_record(words: str, *, passed: bool | None = None, **changes: Any) -> dict[str, Any]:
     check = None if passed is None else {"passed": passed, "reward": float(passed)}
     return record_of(
         user(), assistant("Look", call()), result("r"), assistant(words), check=check, **changes
@@ -371,14 +375,14 @@ def test_failures_are_rows_by_choice_masked_and_with_their_provenance(tmp_path: 
     )
     source = make_run(
         tmp_path,
-        answered("Right", passed=True),
-        answered("Wrong", passed=False),
+        answered_record("Right", passed=True),
+        answered_record("Wrong", passed=False),
         early,
-        answered("Unknown"),
+        answered_record("Unknown"),
         record_of(user(), status="failed", error={"class": "ModelError", "message": "gone"}),
     )
     assert len(rows(source, "openai")) == 3
-    directory, manifest = exported(source, formats="openai", include="not_passed")
+    directory, manifest = export_to_dataset(source, formats="openai", include="not_passed")
     found = lines(directory / "openai" / "train.jsonl")
     assert [learnt(row) for row in found] == [
         ["Look", "Right"],
@@ -401,7 +405,7 @@ def test_failures_are_rows_by_choice_masked_and_with_their_provenance(tmp_path: 
     assert list(find_problems(source, directory)) == []
 
 
-def planted(folder: Path) -> Any:
+def make_planted_run(folder: Path) -> Any:
     """Ten conversations of ten turns and a dollar each; four pass.
 
     Of the failing ones, 24 % of the turns call what fails or answer wrongly.
@@ -414,14 +418,14 @@ def planted(folder: Path) -> Any:
             is_bad = not has_passed and n in ((3, 7) if number < 9 else (3,))
             arguments = json.dumps({"city": f"{number} {n}"})
             messages.append(assistant(f"T{n}", call(arguments, id=f"c{n}")))
-            messages.append(failed(id=f"c{n}") if is_bad else result(f"r{n}", id=f"c{n}"))
+            messages.append(failed_result(id=f"c{n}") if is_bad else result(f"r{n}", id=f"c{n}"))
         check = {"passed": has_passed, "reward": float(has_passed)}
         records.append(record_of(*messages, assistant("End."), check=check, cost_usd=1.0))
     return make_run(folder, *records)
 
 
 def test_a_dollar_trains_more_turns(tmp_path: Path) -> None:
-    source = planted(tmp_path)
+    source = make_planted_run(tmp_path)
     plain = rows(source, "openai", filters={"require_passed": True, "exact_duplicates": False})
     more = rows(source, "openai", include="not_passed")
     dollars = 10.0
@@ -473,14 +477,14 @@ def test_a_recipe_that_cannot_be_is_refused_in_one_line(
 
 
 def test_a_bound_for_a_reward_that_no_turn_has_is_a_mistake(tmp_path: Path) -> None:
-    record = looped(scores=[{**SCORE, "turn_rewards": {"style": [1] * 6}}])
+    record = looping_record(scores=[{**SCORE, "turn_rewards": {"style": [1] * 6}}])
     source = make_run(tmp_path, record)
     with pytest.raises(ConfigError, match=r"rewards named 'stile' \(known: style\)"):
-        exported(source, formats="openai", mask={"turn_reward": {"stile": 0.5}})
+        export_to_dataset(source, formats="openai", mask={"turn_reward": {"stile": 0.5}})
 
 
 def test_the_command_says_what_was_masked(tmp_path: Path) -> None:
-    source = planted(tmp_path)
+    source = make_planted_run(tmp_path)
     done = run(tmp_path, "export", source.run_dir, format="openai", include="not_passed")
     assert done.returncode == 0, done.stderr
     assert "       17 of 100 turns carry no loss" in done.stdout
@@ -492,7 +496,7 @@ def test_the_command_says_what_was_masked(tmp_path: Path) -> None:
 
 
 def test_the_funnel_and_the_report_show_the_masks_of_the_dataset(tmp_path: Path) -> None:
-    source = make_run(tmp_path, looped(), record_of(user(), assistant("Hi.")))
+    source = make_run(tmp_path, looping_record(), record_of(user(), assistant("Hi.")))
     directory = source.run_dir / "exports" / "dataset"
     export_dataset(source, Recipe(formats=("openai",), mask=Mask(repeated_call=True)), directory)
     stored_run = StoredRun(source.run_dir)
@@ -504,14 +508,14 @@ def test_the_funnel_and_the_report_show_the_masks_of_the_dataset(tmp_path: Path)
         "                       1  repeated_call",
     ]
     masks = masks_of_dataset(source.run_dir)
-    form = training_form(stored(looped()), key_of=len, style=Style(), masks=masks)
+    form = training_form(to_record(looping_record()), key_of=len, style=Style(), masks=masks)
     assert form["masked"] == {"3": ("repeated_call",)}
 
 
 def test_a_report_says_where_the_function_of_a_mask_is_gone_or_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = make_run(tmp_path, looped())
+    source = make_run(tmp_path, looping_record())
     directory = source.run_dir / "exports" / "dataset"
     (tmp_path / "masks_of_page.py").write_text("def f(record):\n    return [1 < 2] * 5 + [None]\n")
     monkeypatch.chdir(tmp_path)
@@ -520,7 +524,7 @@ def test_a_report_says_where_the_function_of_a_mask_is_gone_or_fails(
     )
     masks = masks_of_dataset(source.run_dir)
     short = record_of(user(), assistant("Hi."))
-    form = training_form(stored(short), key_of=len, style=Style(), masks=masks)
+    form = training_form(to_record(short), key_of=len, style=Style(), masks=masks)
     assert "gave 6 items for row-1-0" in form["masked"]["1"][0]
     (tmp_path / "masks_of_page.py").unlink()
     assert masks_of_dataset(source.run_dir) is None
@@ -545,12 +549,12 @@ def test_exactly_the_masked_turns_are_marked(kinds: list[str], brought: int) -> 
         messages.append(
             result("r", id=f"c{n}")
             if kind == "good"
-            else failed("exception" if kind == "fails" else "interrupted", id=f"c{n}")
+            else failed_result("exception" if kind == "fails" else "interrupted", id=f"c{n}")
         )
     record = record_of(*messages, assistant("End."))
     del record["turns"][:brought]
     mask = Mask(failed_call=True, interrupted_result=True)
-    conversation = Masks(mask, threshold=0.5).apply(read_conversation(stored(record)))
+    conversation = Masks(mask, threshold=0.5).apply(read_conversation(to_record(record)))
     good = [f"A{n}" for n, kind in enumerate(kinds) if kind == "good"]
     assert learnt(make_row(conversation, Style())) == [*good, "End."]
 

@@ -18,7 +18,7 @@ from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.formats.rl import make_rows
 from tests.agent.gateway.talking import TALKS, Recording, Said, Talk, api_of
 from tests.helpers.builders import record_of
-from tests.helpers.stored import ROW_FORMATS, row_in, stored
+from tests.helpers.stored import ROW_FORMATS, row_in, to_record
 
 JSON = dict[str, Any]
 PROMPT = "What is this?"
@@ -75,7 +75,9 @@ def return_part(talk: Talk, part: JSON) -> None:
             item["content"] = [{"type": "text", "text": "It is here:"}, part]
 
 
-def talked(make: Callable[[], Talk], part: JSON, *, in_result: bool, changes: bool = False) -> Any:
+def conversation_with_part(
+    make: Callable[[], Talk], part: JSON, *, in_result: bool, changes: bool = False
+) -> Any:
     """A recorded conversation in which the agent shows a part; `changes`: also its prompt."""
     recording, talk = Recording(PROMPT), make()
     if in_result:
@@ -103,7 +105,7 @@ def record(recording: Recording) -> JSON:
 
 
 def row(record: JSON, name: str, *accepts: str) -> JSON:
-    return row_in(name, stored(record), Style(tolerance=Tolerance(parse_reasons(accepts))))
+    return row_in(name, to_record(record), Style(tolerance=Tolerance(parse_reasons(accepts))))
 
 
 @pytest.mark.parametrize("name", ROW_FORMATS)
@@ -112,7 +114,7 @@ def row(record: JSON, name: str, *accepts: str) -> JSON:
 def test_a_picture_is_in_the_record_and_rejects_the_row_by_name(
     make: Callable[[], Talk], in_result: bool, name: str
 ) -> None:
-    recording = talked(make, part_of(api_of(make())), in_result=in_result)
+    recording = conversation_with_part(make, part_of(api_of(make())), in_result=in_result)
     made = record(recording)
     assert json.dumps(made).count(DATA) == 1
     with pytest.raises(Rejected) as caught:
@@ -124,7 +126,9 @@ def test_a_picture_is_in_the_record_and_rejects_the_row_by_name(
 
 @pytest.mark.parametrize("make", TALKS.values(), ids=TALKS)
 def test_a_document_rejects_the_row_by_another_name(make: Callable[[], Talk]) -> None:
-    made = record(talked(make, part_of(api_of(make()), is_image=False), in_result=False))
+    made = record(
+        conversation_with_part(make, part_of(api_of(make()), is_image=False), in_result=False)
+    )
     with pytest.raises(Rejected, match="has_files: message 2: a part of the type"):
         row(made, "openai")
     assert "bytes, digest " in json.dumps(row(made, "openai", "has_files"))
@@ -135,7 +139,7 @@ def test_a_picture_that_each_call_shows_again_is_stored_once(make: Callable[[], 
     """Whether the agent repeats its messages or changes them, in the journal and in the record."""
     part = part_of(api_of(make()))
     for changes in (False, True):
-        recording = talked(make, part, in_result=False, changes=changes)
+        recording = conversation_with_part(make, part, in_result=False, changes=changes)
         assert json.dumps(recording.events).count(DATA) == 1
         made = record(recording)
         assert json.dumps(made).count(DATA) == 1
@@ -150,7 +154,13 @@ def test_a_picture_that_each_call_shows_again_is_stored_once(make: Callable[[], 
 def test_token_ids_have_no_pictures() -> None:
     with pytest.raises(Rejected, match="has_images"):
         make_rows(
-            stored(record(talked(TALKS["openai_chat"], part_of("openai_chat"), in_result=True)))
+            to_record(
+                record(
+                    conversation_with_part(
+                        TALKS["openai_chat"], part_of("openai_chat"), in_result=True
+                    )
+                )
+            )
         )
 
 

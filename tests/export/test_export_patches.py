@@ -6,14 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.exporting import exported, judged, make_run, rejects, rows, worked
+from tests.helpers.exporting import (
+    call_record,
+    export_to_dataset,
+    judged_record,
+    make_run,
+    rejects,
+    rows,
+)
 from tests.helpers.running import lines
 
 PATCH = "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-\tü\r\n+\u2028 \ufffd\x7f\n"
 
 
 def with_diff(answer: str = "A", **diff: Any) -> dict[str, Any]:
-    return worked(answer, diff={"patch": PATCH, "truncated": False, **diff})
+    return call_record(answer, diff={"patch": PATCH, "truncated": False, **diff})
 
 
 CUT: dict[str, Any] = {"truncated": True}
@@ -26,9 +33,9 @@ def test_predictions_hold_the_diffs_of_records(tmp_path: Path) -> None:
     source = make_run(
         tmp_path, with_diff(), {**with_diff(patch=""), "status": "max_turns"}, prompts=prompts
     )
-    directory, manifest = exported(source, formats="predictions")
+    directory, manifest = export_to_dataset(source, formats="predictions")
     entries = lines(directory / "predictions" / "train.jsonl")
-    model = worked()["model"]
+    model = call_record()["model"]
     assert entries == [
         {"instance_id": "o__r-1", "model_name_or_path": model, "model_patch": PATCH},
         {"instance_id": "t1", "model_name_or_path": model, "model_patch": ""},
@@ -38,9 +45,9 @@ def test_predictions_hold_the_diffs_of_records(tmp_path: Path) -> None:
 
 def test_records_without_a_whole_diff_are_rejected_by_name(tmp_path: Path) -> None:
     source = make_run(
-        tmp_path, worked("A"), with_diff(**CUT), with_diff(**FAILED), with_diff(**BINARY)
+        tmp_path, call_record("A"), with_diff(**CUT), with_diff(**FAILED), with_diff(**BINARY)
     )
-    directory, _ = exported(source, formats="predictions")
+    directory, _ = export_to_dataset(source, formats="predictions")
     entries = lines(directory / "rejects.jsonl")
     assert [line["reason"] for line in entries] == [
         "no_patch",
@@ -53,7 +60,8 @@ def test_records_without_a_whole_diff_are_rejected_by_name(tmp_path: Path) -> No
 
 def test_a_row_has_one_prediction(tmp_path: Path) -> None:
     diffs = [
-        {**judged(n / 2, f"{n}"), "diff": {"patch": f"{n}", "truncated": False}} for n in (1, 2)
+        {**judged_record(n / 2, f"{n}"), "diff": {"patch": f"{n}", "truncated": False}}
+        for n in (1, 2)
     ]
     source = make_run(tmp_path, *diffs, samples=2)
     assert [row["model_patch"] for row in rows(source, "predictions")] == ["1"]
@@ -63,7 +71,7 @@ def test_a_row_has_one_prediction(tmp_path: Path) -> None:
 
 
 def test_rows_hold_the_diff_in_their_metadata(tmp_path: Path) -> None:
-    source = make_run(tmp_path, with_diff("A"), with_diff("B", **CUT), worked("C"))
+    source = make_run(tmp_path, with_diff("A"), with_diff("B", **CUT), call_record("C"))
     for name in ("hermes", "openai"):
         parsed = [json.loads(row["metadata"]) for row in rows(source, name)]
         assert [row.get("patch") for row in parsed] == [PATCH, None, None]

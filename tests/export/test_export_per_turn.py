@@ -20,11 +20,11 @@ from batch_trajectories.export.formats.openai import make_row
 from batch_trajectories.export.rows.files import cut_by_turn
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.templates.rendering import load_template
-from tests.export.test_export_loss import mixed
+from tests.export.test_export_loss import mixed_record
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.exporting import exported, make_run, rejects, rows, worked
+from tests.helpers.exporting import call_record, export_to_dataset, make_run, rejects, rows
 from tests.helpers.running import lines, run
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 STRIPS = """
 {%- set ns = namespace(asked=0) %}
@@ -38,7 +38,7 @@ STRIPS = """
 """Like Qwen3's: shows reasoning since the last user message, and that of the last turn always."""
 
 
-def asked_twice(**changes: Any) -> dict[str, Any]:
+def two_questions(**changes: Any) -> dict[str, Any]:
     """Two questions; a call before the first answer."""
     return record_of(
         user("Q1"),
@@ -57,7 +57,7 @@ def source_of(folder: Path, *records: dict[str, Any], samples: int = 1) -> Sourc
     return make_run(folder, *records, samples=samples)
 
 
-def made(folder: Path) -> Path:
+def export_dataset(folder: Path) -> Path:
     folder.mkdir()
     return folder
 
@@ -72,7 +72,7 @@ def turns_of(row: dict[str, Any]) -> list[str]:
 
 
 def test_each_turn_has_a_row_that_ends_with_it_and_is_learnt_alone(tmp_path: Path) -> None:
-    training_rows = rows(source_of(tmp_path, asked_twice()), "openai", per_turn=True)
+    training_rows = rows(source_of(tmp_path, two_questions()), "openai", per_turn=True)
     assert [(row["id"], turns_of(row)) for row in training_rows] == [
         ("t0#t1", ["R1|Look.*"]),
         ("t0#t2", ["R1|Look.", "R2|A1*"]),
@@ -89,7 +89,7 @@ def test_each_turn_has_a_row_that_ends_with_it_and_is_learnt_alone(tmp_path: Pat
 
 
 def test_the_columns_of_a_row_are_those_of_its_turn(tmp_path: Path) -> None:
-    record = asked_twice()
+    record = two_questions()
     del record["messages"][5]["reasoning"]
     record["turns"][2]["finish_reason"] = "tool_calls"
     training_rows = rows(source_of(tmp_path, record), "openai", per_turn=True)
@@ -118,7 +118,7 @@ def test_the_style_decides_which_reasoning_the_context_keeps(
     tmp_path: Path, reasoning: Any, last: list[str]
 ) -> None:
     training_rows = rows(
-        source_of(tmp_path, asked_twice()), "openai", per_turn=True, reasoning=reasoning
+        source_of(tmp_path, two_questions()), "openai", per_turn=True, reasoning=reasoning
     )
     assert turns_of(training_rows[-1]) == last
 
@@ -134,7 +134,7 @@ def test_the_context_of_a_turn_is_what_the_model_saw(tmp_path: Path) -> None:
         assistant("\nC"),
     )
     record = record_of(*said, view_trimmed=True)
-    training_rows = rows(source_of(made(tmp_path / "t"), record), "openai", per_turn=True)
+    training_rows = rows(source_of(export_dataset(tmp_path / "t"), record), "openai", per_turn=True)
     assert [turns_of(row) for row in training_rows] == [
         ["|\n\nLook.\n*"],
         ["|Look.", "|\n\nA\n\nB*"],
@@ -142,13 +142,15 @@ def test_the_context_of_a_turn_is_what_the_model_saw(tmp_path: Path) -> None:
     ]
     assert all(row["messages"][2]["content"] == "\nr\n" for row in training_rows[1:])
     assert json.loads(training_rows[0]["metadata"])["trimmed_replies"] == 2
-    plain = rows(source_of(made(tmp_path / "p"), record_of(*said)), "openai", per_turn=True)
+    plain = rows(
+        source_of(export_dataset(tmp_path / "p"), record_of(*said)), "openai", per_turn=True
+    )
     assert turns_of(plain[1])[0].startswith("|\n\nLook.")
     assert "trimmed_replies" not in json.loads(plain[0]["metadata"])
 
 
 def test_turns_of_others_are_context_and_have_no_row(tmp_path: Path) -> None:
-    training_rows = rows(source_of(tmp_path, mixed()), "openai", per_turn=True)
+    training_rows = rows(source_of(tmp_path, mixed_record()), "openai", per_turn=True)
     assert [(row["id"], turns_of(row)) for row in training_rows] == [
         ("t0#t4", ["|Hello.", "|", "|One?", "|*"]),
         ("t0#t5", ["|Hello.", "|", "|One?", "|", "|Two.*"]),
@@ -175,7 +177,7 @@ def test_parallel_calls_that_are_split_have_a_row_each(tmp_path: Path) -> None:
 
 
 def test_rows_of_llamafactory_may_end_with_a_call(tmp_path: Path) -> None:
-    early = {**asked_twice(), "status": "max_turns", "status_reason": "4"}
+    early = {**two_questions(), "status": "max_turns", "status_reason": "4"}
     early["messages"] = early["messages"][:7]  # ends with a result
     early["turns"] = early["turns"][:3]
     filters = {"status": "any", "exact_duplicates": False}
@@ -195,43 +197,43 @@ def test_rows_of_llamafactory_may_end_with_a_call(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["hermes", "atif", "raw", "dpo", "kto"])
 def test_a_format_that_cannot_mark_a_turn_is_refused(tmp_path: Path, name: str) -> None:
-    source = source_of(tmp_path, worked())
+    source = source_of(tmp_path, call_record())
     done = run(tmp_path, "export", source.run_dir, "--per_turn", format=name)
     assert done.returncode == 2
     assert f"per_turn: {name} has no rows for single turns" in done.stderr
 
 
 def test_turns_that_samples_share_are_in_one_row(tmp_path: Path) -> None:
-    same, other = asked_twice(), asked_twice()
+    same, other = two_questions(), two_questions()
     other["messages"][7] = assistant("Another.", reasoning="R4")
     other["messages"][1] = assistant("Look.", call(id="x9"), reasoning="R1")  # only the id differs
     other["messages"][2] = result("r1", id="x9")
     source = source_of(tmp_path, same, other, samples=2)
-    directory, manifest = exported(source, formats="openai", per_turn=True, filters={})
+    directory, manifest = export_to_dataset(source, formats="openai", per_turn=True, filters={})
     (part,) = manifest["formats"]
     assert (part["rows"], part["used"], part["duplicate_turns"]) == (5, 2, 3)
     found = [row["id"] for row in lines(directory / "openai" / "train.jsonl")]
     assert found == ["t0#t1", "t0#t2", "t0#t3", "t0#t4", "t0#s1#t4"]
-    _, manifest = exported(
+    _, manifest = export_to_dataset(
         source, formats="openai", per_turn=True, filters={"exact_duplicates": False}
     )
     assert manifest["formats"][0]["rows"] == 8
 
 
 def test_a_sample_with_nothing_new_is_rejected(tmp_path: Path) -> None:
-    short = asked_twice()
+    short = two_questions()
     short["messages"], short["turns"] = short["messages"][:4], short["turns"][:2]
-    source = source_of(tmp_path, asked_twice(), short, samples=2)
+    source = source_of(tmp_path, two_questions(), short, samples=2)
     reasons = rejects(source, formats="openai", per_turn=True, filters={"status": "any"})
     assert reasons == {"t0#s1": "exact_duplicates"}
 
 
 def test_a_flaw_in_any_turn_rejects_all_rows_of_the_conversation(tmp_path: Path) -> None:
-    bad = asked_twice()
+    bad = two_questions()
     bad["messages"][6] = result("</tool_response>", id="c2")
-    good = asked_twice()
+    good = two_questions()
     source = source_of(tmp_path, bad, good, samples=2)
-    directory, manifest = exported(source, formats="openai", per_turn=True, filters={})
+    directory, manifest = export_to_dataset(source, formats="openai", per_turn=True, filters={})
     (part,) = manifest["formats"]
     assert part["rejected_by_reason"] == {"marker_in_result": 1}
     # What the rejected sample would have shared is not lost.
@@ -242,8 +244,8 @@ def test_a_flaw_in_any_turn_rejects_all_rows_of_the_conversation(tmp_path: Path)
 
 
 def test_such_a_dataset_is_checked_and_says_how_to_learn_it(tmp_path: Path) -> None:
-    source = source_of(tmp_path, asked_twice(), worked())
-    directory, manifest = exported(source, formats="openai,llamafactory", per_turn=True)
+    source = source_of(tmp_path, two_questions(), call_record())
+    directory, manifest = export_to_dataset(source, formats="openai,llamafactory", per_turn=True)
     assert [part["rows"] for part in manifest["formats"]] == [6, 6]
     assert list(find_problems(source, directory)) == []
     assert "only the last turn of a row is to be learnt" in (directory / "README.md").read_text()
@@ -254,7 +256,7 @@ def test_the_template_shows_each_turn_as_the_model_will_see_it(tmp_path: Path) -
     pytest.importorskip("jinja2")
     (tmp_path / "t.jinja").write_text(STRIPS)
     render = load_template(tmp_path / "t.jinja")
-    source = source_of(tmp_path, asked_twice())
+    source = source_of(tmp_path, two_questions())
     (whole,) = rows(source, "openai")
     assert "R1" not in render(whole).text
     for style in (None, "field"):
@@ -272,7 +274,7 @@ def test_the_template_shows_each_turn_as_the_model_will_see_it(tmp_path: Path) -
 def test_rendered_rows_name_the_messages_without_loss(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     (tmp_path / "t.jinja").write_text(STRIPS)
-    source = source_of(tmp_path, asked_twice())
+    source = source_of(tmp_path, two_questions())
     done = run(
         tmp_path,
         "export",
@@ -289,7 +291,7 @@ def test_rendered_rows_name_the_messages_without_loss(tmp_path: Path) -> None:
 
 
 def test_the_recipe_takes_it_too(tmp_path: Path) -> None:
-    source = source_of(tmp_path, worked())
+    source = source_of(tmp_path, call_record())
     (tmp_path / "recipe.yaml").write_text("formats: [openai]\nper_turn: true\n")
     done = run(tmp_path, "export", source.run_dir, recipe="recipe.yaml")
     assert done.returncode == 0, done.stderr
@@ -316,7 +318,7 @@ def test_rows_together_hold_every_own_turn_once_and_whole(steps: list[tuple[str,
         else:
             messages += [assistant(f"A{number}", reasoning=reasoning), user(f"Q{number}")]
     messages.append(assistant("End.", reasoning="R"))
-    conversation = read_conversation(stored(record_of(*messages)))
+    conversation = read_conversation(to_record(record_of(*messages)))
     whole = make_row(conversation, Style())["messages"]
     own = [entry for entry in conversation.entries if isinstance(entry, Turn)]
     cuts = list(cut_by_turn(conversation, Style()))
@@ -342,10 +344,10 @@ def test_the_card_says_how_llamafactory_learns_the_last_turn_alone(
     tmp_path: Path, choice: dict[str, Any]
 ) -> None:
     """With `mask_history` its templates drop reasoning of earlier turns, which the model saw."""
-    source = source_of(tmp_path, asked_twice())
-    directory, _ = exported(source, formats="llamafactory", **choice)
+    source = source_of(tmp_path, two_questions())
+    directory, _ = export_to_dataset(source, formats="llamafactory", **choice)
     card = " ".join((directory / "README.md").read_text().split())
     assert "LLaMA-Factory: `mask_history: true`" in card
     assert "`preserve_thinking: true`, or a template such as `qwen3_nothink`, keeps" in card
-    whole, _ = exported(source, formats="llamafactory")
+    whole, _ = export_to_dataset(source, formats="llamafactory")
     assert "mask_history" not in (whole / "README.md").read_text()

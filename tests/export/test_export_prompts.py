@@ -11,17 +11,17 @@ import yaml
 from batch_trajectories.export.dataset.checking import find_problems
 from batch_trajectories.export.dataset.runs import Source
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.exporting import exported, make_run, rejects
+from tests.helpers.exporting import export_to_dataset, make_run, rejects
 
 
-def asked(text: str, reward: float | None, **changes: Any) -> dict[str, Any]:
+def record_with_prompt(text: str, reward: float | None, **changes: Any) -> dict[str, Any]:
     check = None if reward is None else {"passed": reward > 0, "reward": reward}
     system = {"role": "system", "content": "Be brief."}
     return record_of(system, user(text), assistant("\n\nA."), check=check, **changes)
 
 
 def prompts_of(source: Source, **recipe: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    directory, manifest = exported(source, formats="prompts", filters={}, **recipe)
+    directory, manifest = export_to_dataset(source, formats="prompts", filters={}, **recipe)
     table = pq.read_table(directory / "prompts" / "train.parquet")
     (part,) = manifest["formats"]
     return table.to_pylist(), part
@@ -31,10 +31,10 @@ def test_a_prompt_has_one_row_in_the_columns_of_verl(tmp_path: Path) -> None:
     row = {"prompt": "Q", "expected": 42, "data_source": "sums"}
     prompts = [row, "R"]
     records = [
-        asked("Q", 1.0),
-        asked("Q", 0.0, status="max_turns"),
-        asked("R", None),
-        asked("R", None),
+        record_with_prompt("Q", 1.0),
+        record_with_prompt("Q", 0.0, status="max_turns"),
+        record_with_prompt("R", None),
+        record_with_prompt("R", None),
     ]
     prompt_rows, part = prompts_of(make_run(tmp_path, *records, samples=2, prompts=prompts))
     system = {"role": "system", "content": "Be brief."}
@@ -62,13 +62,13 @@ def test_a_prompt_with_calls_is_rejected_by_name(tmp_path: Path) -> None:
 
 
 def test_a_prompt_with_a_token_of_templates_is_rejected_by_name(tmp_path: Path) -> None:
-    source = make_run(tmp_path, asked("Hi <|im_start|>system", 1.0))
+    source = make_run(tmp_path, record_with_prompt("Hi <|im_start|>system", 1.0))
     assert rejects(source, formats="prompts") == {"t0": "control_token"}
 
 
 def test_the_file_can_be_checked_and_hides_no_others_from_the_card(tmp_path: Path) -> None:
-    source = make_run(tmp_path, asked("Q", 1.0), asked("R", 1.0))
-    directory, _ = exported(source, formats="openai,prompts")
+    source = make_run(tmp_path, record_with_prompt("Q", 1.0), record_with_prompt("R", 1.0))
+    directory, _ = export_to_dataset(source, formats="openai,prompts")
     assert [*find_problems(source, directory)] == []
     header = yaml.safe_load((directory / "README.md").read_text().split("---")[1])
     assert [config["config_name"] for config in header["configs"]] == ["openai"]

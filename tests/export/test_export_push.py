@@ -13,7 +13,7 @@ import pytest
 
 from tests.export.test_export_dataset import EARLY
 from tests.helpers.answering import Handler, listening
-from tests.helpers.exporting import make_run, worked
+from tests.helpers.exporting import call_record, make_run
 from tests.helpers.running import run
 
 pytest.importorskip("huggingface_hub")
@@ -55,7 +55,7 @@ def hub(
 
 
 def push(folder: Path, address: str) -> Any:
-    source = make_run(folder, worked(), EARLY)
+    source = make_run(folder, call_record(), EARLY)
     env = {
         "HF_ENDPOINT": address,
         "HF_TOKEN": "hf_of_a_test",

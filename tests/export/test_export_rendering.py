@@ -11,7 +11,7 @@ import pytest
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.export.templates.rendering import Rendered, load_template
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.exporting import exported, make_run, worked
+from tests.helpers.exporting import call_record, export_to_dataset, make_run
 from tests.helpers.running import lines, run
 
 pytest.importorskip("jinja2")
@@ -27,9 +27,9 @@ ALL = """
 CHINESE = "北京"
 
 
-def rendered(folder: Path, template: str, record: dict[str, Any], **recipe: Any) -> Rendered:
+def render(folder: Path, template: str, record: dict[str, Any], **recipe: Any) -> Rendered:
     (folder / "t.jinja").write_text(template)
-    directory, _ = exported(make_run(folder, record), formats="openai", **recipe)
+    directory, _ = export_to_dataset(make_run(folder, record), formats="openai", **recipe)
     (row,) = lines(directory / "openai" / "train.jsonl")
     return load_template(folder / "t.jinja")(row)
 
@@ -41,7 +41,7 @@ def test_a_template_that_shows_all_drops_nothing(tmp_path: Path) -> None:
         result("r"),
         assistant("Hi."),
     )
-    output = rendered(tmp_path, ALL, record)
+    output = render(tmp_path, ALL, record)
     assert output.dropped == []
     assert f'temp{{"city": "{CHINESE}"}}' in output.text
     assert "<user>" in output.text
@@ -54,7 +54,7 @@ def test_templates_choose_how_json_is_written(tmp_path: Path) -> None:
         "{{ {'b': messages[0].content, 'a': 1} | tojson(ensure_ascii=True, sort_keys=True) }}"
     )
     record = record_of(user(CHINESE), assistant("Hi."))
-    assert rendered(tmp_path, template, record).text == '{"a": 1, "b": "\\u5317\\u4eac"}'
+    assert render(tmp_path, template, record).text == '{"a": 1, "b": "\\u5317\\u4eac"}'
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_messages_that_a_template_drops_are_named(
 ) -> None:
     template = ALL.replace(*change)
     assert template != ALL
-    assert rendered(tmp_path, template, worked()).dropped == dropped
+    assert render(tmp_path, template, call_record()).dropped == dropped
 
 
 def test_a_second_call_that_is_left_out_is_named_although_it_says_the_same(tmp_path: Path) -> None:
@@ -94,18 +94,18 @@ def test_a_second_call_that_is_left_out_is_named_although_it_says_the_same(tmp_p
     results = [result("r", id=name) for name in "ab"]
     record = record_of(user(), assistant("", *calls), *results, assistant("Hi."))
     first_only = ALL.replace("in m.tool_calls or []", "in (m.tool_calls or [])[:1]")
-    assert rendered(tmp_path, first_only, record).dropped == [
+    assert render(tmp_path, first_only, record).dropped == [
         "message 2 (assistant), call 2, argument city",
         "message 2 (assistant), call 2, name",
     ]
-    assert rendered(tmp_path, first_only, record, parallel_calls="split").dropped == []
+    assert render(tmp_path, first_only, record, parallel_calls="split").dropped == []
 
 
 def test_inline_reasoning_that_is_stripped_is_named(tmp_path: Path) -> None:
     strips = ALL.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
-    output = rendered(tmp_path, strips, worked(), reasoning="inline")
+    output = render(tmp_path, strips, call_record(), reasoning="inline")
     assert output.dropped == [f"message {n} (assistant), reasoning" for n in (3, 5)]
-    assert rendered(tmp_path, ALL, worked(), reasoning="inline").dropped == []
+    assert render(tmp_path, ALL, call_record(), reasoning="inline").dropped == []
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_inline_reasoning_that_is_stripped_is_named(tmp_path: Path) -> None:
 )
 def test_a_refused_template_is_an_error_and_renders_nothing(tmp_path: Path, template: str) -> None:
     """Templates come from strangers, so they run in a sandbox."""
-    output = rendered(tmp_path, template, worked())
+    output = render(tmp_path, template, call_record())
     assert output.text == ""
     assert "refuses the row" in output.dropped[0]
 
@@ -153,7 +153,7 @@ def test_newer_tokenizers_have_their_template_beside_them(tmp_path: Path) -> Non
 
 def test_the_command_shows_rows_and_sums_up_what_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text(ALL.replace(' or ""', ' and ""'))
-    source = make_run(tmp_path, worked("A"), worked("B"))
+    source = make_run(tmp_path, call_record("A"), call_record("B"))
     options: dict[str, Any] = {"format": "openai", "render": "t.jinja", "render_rows": 1}
     done = run(tmp_path, "export", source.run_dir, **options)
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ from batch_trajectories.export.rows.recipe import load_recipe
 from batch_trajectories.records.files import add_checksum
 from batch_trajectories.records.reader import stored_records
 from batch_trajectories.records.scores import read_scores, score_key
-from tests.helpers.exporting import judged, make_run, rejects, rows, worked
+from tests.helpers.exporting import call_record, judged_record, make_run, rejects, rows
 from tests.helpers.running import run
 
 
@@ -43,7 +43,9 @@ class TestMetadata:
     def test_holds_all_rewards_by_name(self, tmp_path: Path) -> None:
         check = {"passed": True, "reward": 1.0, "rewards": {"reward": 1.0, "style": 0.5}}
         own = score(rewards={"f": 2.0}, turn_rewards={"f": [0.0, 1.0]})
-        source = make_run(tmp_path, worked(check=check, scores=[own]), judged(0.5, "b"), worked())
+        source = make_run(
+            tmp_path, call_record(check=check, scores=[own]), judged_record(0.5, "b"), call_record()
+        )
         given = [metadata(row) for row in rows(source, "openai")]
         assert given == [
             {
@@ -57,20 +59,20 @@ class TestMetadata:
 
     @pytest.mark.parametrize("name", ["hermes", "llamafactory", "openai", "kto"])
     def test_holds_scores_given_after_the_run(self, tmp_path: Path, name: str) -> None:
-        source = make_run(tmp_path, worked())
+        source = make_run(tmp_path, call_record())
         add_scores(source, score(rewards={"f": 0.75}))
         (row,) = rows(source, name)
         assert metadata(row) == {"reward": 0.75, "rewards": {"f": 0.75}}
 
     def test_of_atif_holds_them_too(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, worked())
+        source = make_run(tmp_path, call_record())
         add_scores(source, score(rewards={"f": 0.75}))
         (document,) = rows(source, "atif")
         assert document["extra"]["rewards"] == {"f": 0.75}
 
     def test_of_the_plain_path_with_long_integers(self, tmp_path: Path) -> None:
         """Such records are read twice, and their scores must survive that."""
-        source = make_run(tmp_path, worked(), prompts=[{"prompt": "x", "big": 2**70}])
+        source = make_run(tmp_path, call_record(), prompts=[{"prompt": "x", "big": 2**70}])
         add_scores(source, score(rewards={"f": 0.75}))
         (row,) = rows(source, "hermes", filters={})
         assert metadata(row) == {"reward": 0.75, "rewards": {"f": 0.75}}
@@ -78,7 +80,9 @@ class TestMetadata:
 
 class TestScores:
     def test_the_last_of_a_source_counts(self, tmp_path: Path) -> None:
-        record = worked(scores=[score(rewards={"f": 1.0}), score(source="m:g", rewards={"g": 1.0})])
+        record = call_record(
+            scores=[score(rewards={"f": 1.0}), score(source="m:g", rewards={"g": 1.0})]
+        )
         source = make_run(tmp_path, record)
         add_scores(source, score(rewards={"f": 2.0}))
         add_scores(source, score(rewards={"f": 3.0}, version="2"))
@@ -87,14 +91,14 @@ class TestScores:
 
     def test_are_of_one_record_not_of_its_task(self, tmp_path: Path) -> None:
         """A task that ran again has a record that nothing has scored."""
-        source = make_run(tmp_path, worked(finished_at=1.5))
+        source = make_run(tmp_path, call_record(finished_at=1.5))
         add_scores(source, score(rewards={"f": 2.0}))
         assert metadata(rows(source, "openai")[0]) == {"reward": 2.0, "rewards": {"f": 2.0}}
-        source = make_run(tmp_path, worked(finished_at=2.5))
+        source = make_run(tmp_path, call_record(finished_at=2.5))
         assert metadata(rows(source, "openai")[0]) == {}
 
     def test_a_damaged_line_is_named_and_can_be_set_aside(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, worked(), worked())
+        source = make_run(tmp_path, call_record(), call_record())
         path = add_scores(source, score(rewards={"f": 2.0}), score(rewards={"f": 3.0}))
         path.write_bytes(path.read_bytes().replace(b'"f":2', b'"f":4'))
         with pytest.raises(RunDirError, match=r"scores\.jsonl:1: not a score"):
@@ -106,7 +110,7 @@ class TestScores:
         assert [line["rewards"] for _, line in read_scores(path)] == [{"f": 3.0}]
 
     def test_an_unfinished_line_does_not_count(self, tmp_path: Path) -> None:
-        source = make_run(tmp_path, worked())
+        source = make_run(tmp_path, call_record())
         path = add_scores(source, score(rewards={"f": 2.0}))
         path.write_bytes(path.read_bytes()[:-5])
         assert next(stored_records(source.run_dir)).scores is None
@@ -117,7 +121,10 @@ class TestFilters:
         """Two samples of a prompt; which is better depends on the reward."""
         check = {"passed": True, "reward": 1.0}
         source = make_run(
-            folder, worked("a", check=check), worked("b", check=check | {"reward": 0.5}), samples=2
+            folder,
+            call_record("a", check=check),
+            call_record("b", check=check | {"reward": 0.5}),
+            samples=2,
         )
         add_scores(source, score(rewards={"style": 0.1}), score(rewards={"style": 0.9}))
         return source

@@ -12,9 +12,9 @@ from agent.messages.tokens import SampledTokens, encode_tokens, pack_ids, pack_l
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.export.formats.rl import make_rows
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.exporting import exported, make_run, rejects, rows
+from tests.helpers.exporting import export_to_dataset, make_run, rejects, rows
 from tests.helpers.running import ROOT
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 JSON = dict[str, Any]
 TRAINING = ROOT / "docs" / "training.md"
@@ -24,7 +24,7 @@ UNNAMED = {"sampled": None, "shown": None}
 """Texts at a split where the record has none."""
 
 
-def played(
+def play_record(
     *tokens: tuple[list[int], list[int]] | None, logprobs: bool = True, **changes: Any
 ) -> JSON:
     """A record with a turn for each prompt and completion; None: a turn without ids."""
@@ -45,8 +45,8 @@ def played(
 
 
 def test_one_row_where_each_prompt_begins_with_what_was_sampled() -> None:
-    record = played(FIRST, SECOND, check={"passed": True, "reward": 0.75})
-    assert make_rows(stored(record)) == [
+    record = play_record(FIRST, SECOND, check={"passed": True, "reward": 0.75})
+    assert make_rows(to_record(record)) == [
         {
             "id": record["id"],
             "group_id": record["prompt_id"],
@@ -74,8 +74,8 @@ def test_a_row_holds_rewards_by_name_and_those_of_its_turns() -> None:
     by_turn = {"format": [0.0, 0.5, 1.0]}
     drifted = (FIRST, ([1, 2, 3, 9, 5], [6]), ([1, 2, 3, 9, 5, 6, 7], [8]))
     check = {"passed": True, "reward": 0.75}
-    record = played(*drifted, check=check, scores=[{**score, "turn_rewards": by_turn}])
-    first, second = make_rows(stored(record), "style")
+    record = play_record(*drifted, check=check, scores=[{**score, "turn_rewards": by_turn}])
+    first, second = make_rows(to_record(record), "style")
     assert first["reward"] == second["reward"] == 0.25
     assert first["rewards"] == {"reward": 0.75, "style": 0.25}
     assert first["turn_rewards"] == {"format": [0.0]}
@@ -84,7 +84,7 @@ def test_a_row_holds_rewards_by_name_and_those_of_its_turns() -> None:
 
 def test_a_row_per_segment_where_a_prompt_has_drifted() -> None:
     first, second = make_rows(
-        stored(played(FIRST, ([1, 2, 3, 9, 5], [6]), ([1, 2, 3, 9, 5, 6, 7], [8])))
+        to_record(play_record(FIRST, ([1, 2, 3, 9, 5], [6]), ([1, 2, 3, 9, 5, 6, 7], [8])))
     )
     assert (first["prompt_ids"], first["response_ids"]) == ([1, 2], [3, 4])
     assert (first["segment"], first["segments"], first["split"]) == (0, 2, None)
@@ -94,14 +94,14 @@ def test_a_row_per_segment_where_a_prompt_has_drifted() -> None:
 
 
 def test_a_shorter_prompt_is_a_split_too() -> None:
-    assert [row["split"] for row in make_rows(stored(played(FIRST, ([1, 2, 3], [6]))))] == [
+    assert [row["split"] for row in make_rows(to_record(play_record(FIRST, ([1, 2, 3], [6]))))] == [
         None,
         {**UNNAMED, "shared": 3, "expected": 4},
     ]
 
 
 def test_a_turn_without_ids_is_context_and_counted() -> None:
-    (row,) = make_rows(stored(played(FIRST, None, ([1, 2, 3, 4, 5, 50, 51], [6]))))
+    (row,) = make_rows(to_record(play_record(FIRST, None, ([1, 2, 3, 4, 5, 50, 51], [6]))))
     assert row["turns"] == [1, 3]
     assert row["turns_without_ids"] == [2]
     assert row["response_ids"] == [3, 4, 5, 50, 51, 6]
@@ -109,56 +109,58 @@ def test_a_turn_without_ids_is_context_and_counted() -> None:
 
 
 def test_there_are_no_logprobs_where_one_turn_has_none() -> None:
-    record = played(FIRST, SECOND)
+    record = play_record(FIRST, SECOND)
     del record["turns"][1]["tokens"]["logprobs"]
-    (row,) = make_rows(stored(record))
+    (row,) = make_rows(to_record(record))
     assert row["logprobs"] is None
     assert row["loss_mask"] == [1, 1, 0, 1]
 
 
 def test_turns_of_a_parent_are_context() -> None:
-    record = played(FIRST, SECOND)
+    record = play_record(FIRST, SECOND)
     record["turns"][0]["inherited"] = True
-    (row,) = make_rows(stored(record))
+    (row,) = make_rows(to_record(record))
     assert row["prompt_ids"] == [1, 2, 3, 4, 5]
     assert (row["response_ids"], row["loss_mask"], row["turns"]) == ([6], [1], [2])
 
 
 def test_the_version_of_the_weights_wins_over_the_name_of_the_model() -> None:
-    record = played(FIRST, SECOND)
+    record = play_record(FIRST, SECOND)
     record["turns"][1]["extra"] = {"choice": {"meta_info": {"weight_version": 12}}}
-    (row,) = make_rows(stored(record))
+    (row,) = make_rows(to_record(record))
     assert row["policy_versions"] == [record["turns"][0]["model"], "12"]
 
 
 def test_logprobs_are_those_of_the_record_to_the_last_bit() -> None:
-    record = played(FIRST)
+    record = play_record(FIRST)
     packed = pack_logprobs([-0.1, -1e-7])
     record["turns"][0]["tokens"] = encode_tokens(
         SampledTokens(pack_ids([1]), pack_ids([2, 3]), packed), []
     )
-    (row,) = make_rows(stored(record))
+    (row,) = make_rows(to_record(record))
     assert pack_logprobs(row["logprobs"]) == packed
     assert row["logprobs"] == [-0.100000001, -1.00000001e-07]
 
 
 def test_the_reward_is_the_one_that_the_recipe_names(tmp_path: Path) -> None:
     check = {"passed": True, "reward": 1.0, "rewards": {"style": 0.25}}
-    source = make_run(tmp_path, played(FIRST, check=check))
+    source = make_run(tmp_path, play_record(FIRST, check=check))
     assert [row["reward"] for row in rows(source, "rl", reward_name="style")] == [0.25]
 
 
 def test_a_record_without_ids_is_rejected_and_counted(tmp_path: Path) -> None:
-    source = make_run(tmp_path, played(None, None), played(FIRST, SECOND))
+    source = make_run(tmp_path, play_record(None, None), play_record(FIRST, SECOND))
     assert rejects(source, formats="rl") == {"t0": "no_token_ids"}
-    _, manifest = exported(source, formats="rl")
+    _, manifest = export_to_dataset(source, formats="rl")
     (part,) = manifest["formats"]
     assert (part["rows"], part["used"], part["rejected"]) == (1, 1, 1)
 
 
 def test_the_manifest_counts_splits_and_turns_without_ids(tmp_path: Path) -> None:
-    drifted = played(FIRST, ([1, 9], [6]), None)
-    _, manifest = exported(make_run(tmp_path, drifted, played(FIRST, SECOND)), formats="rl")
+    drifted = play_record(FIRST, ([1, 9], [6]), None)
+    _, manifest = export_to_dataset(
+        make_run(tmp_path, drifted, play_record(FIRST, SECOND)), formats="rl"
+    )
     (part,) = manifest["formats"]
     assert (part["rows"], part["used"]) == (3, 2)
     assert (part["split"], part["turns_without_ids"]) == (1, 1)
@@ -166,28 +168,30 @@ def test_the_manifest_counts_splits_and_turns_without_ids(tmp_path: Path) -> Non
 
 def test_the_texts_at_splits_are_in_rows_and_counted(tmp_path: Path) -> None:
     texts = {"sampled": "\n\nx", "shown": "\nx"}
-    drifted = played(FIRST, ([1, 9], [6]))
+    drifted = play_record(FIRST, ([1, 9], [6]))
     drifted["turns"][1]["tokens"]["split"] = texts
-    _, row = make_rows(stored(drifted))
+    _, row = make_rows(to_record(drifted))
     assert row["split"] == {"shared": 1, "expected": 4, **texts}
-    _, manifest = exported(make_run(tmp_path, drifted, played(FIRST, ([7], [8]))), formats="rl")
+    _, manifest = export_to_dataset(
+        make_run(tmp_path, drifted, play_record(FIRST, ([7], [8]))), formats="rl"
+    )
     (part,) = manifest["formats"]
     assert (part["split"], part["split_texts"]) == (2, [{**texts, "rows": 1}])
 
 
 def test_a_branch_whose_first_own_turn_is_split_counts(tmp_path: Path) -> None:
     """The segment before is its parent's, and no row of its own."""
-    branch = played(FIRST, ([1, 9], [6]))
+    branch = play_record(FIRST, ([1, 9], [6]))
     branch["turns"][0]["inherited"] = True
-    (row,) = make_rows(stored(branch))
+    (row,) = make_rows(to_record(branch))
     assert (row["segment"], row["split"]["shared"]) == (0, 1)
-    (part,) = exported(make_run(tmp_path, branch), formats="rl")[1]["formats"]
+    (part,) = export_to_dataset(make_run(tmp_path, branch), formats="rl")[1]["formats"]
     assert (part["rows"], part["split"]) == (1, 1)
 
 
 def with_discarded(**changes: Any) -> JSON:
     """A record whose second turn was asked for three times; one reply came without its ids."""
-    record = played(FIRST, SECOND, check={"passed": True, "reward": 0.75}, **changes)
+    record = play_record(FIRST, SECOND, check={"passed": True, "reward": 0.75}, **changes)
     for why, ids in (("blank", [70]), ("unreadable", None), ("bad_arguments", [80, 81])):
         reply = {**record["turns"][1], "message": assistant(""), "discarded": why}
         del reply["tokens"]
@@ -201,8 +205,8 @@ def with_discarded(**changes: Any) -> JSON:
 
 def test_discarded_replies_are_samples_of_their_own() -> None:
     record = with_discarded()
-    assert len(make_rows(stored(record))) == 1
-    whole, *others = make_rows(stored(record), discarded=True)
+    assert len(make_rows(to_record(record))) == 1
+    whole, *others = make_rows(to_record(record), discarded=True)
     assert (whole["discarded"], whole["reward"]) == (None, 0.75)
     assert [row["discarded"] for row in others] == ["blank", "bad_arguments"]
     for number, (row, ids) in enumerate(zip(others, ([70], [80, 81]), strict=True), 1):
@@ -219,26 +223,26 @@ def test_discarded_replies_of_a_conversation_that_began_again_are_no_samples() -
     record = with_discarded()
     lost = {**record["discarded"][0], "discarded": "workspace_lost"}
     record["discarded"].insert(2, lost)
-    assert [row["discarded"] for row in make_rows(stored(record), discarded=True)] == [
+    assert [row["discarded"] for row in make_rows(to_record(record), discarded=True)] == [
         None,
         "bad_arguments",
     ]
 
 
 def test_discarded_replies_are_counted_and_written_by_choice(tmp_path: Path) -> None:
-    source = make_run(tmp_path, with_discarded(), played(FIRST))
+    source = make_run(tmp_path, with_discarded(), play_record(FIRST))
     for chosen, count in ((False, 2), (True, 4)):
-        (part,) = exported(source, formats="rl", discarded=chosen)[1]["formats"]
+        (part,) = export_to_dataset(source, formats="rl", discarded=chosen)[1]["formats"]
         assert (part["rows"], part["used"], part["discarded_replies"]) == (count, 2, 2)
     with pytest.raises(ValueError, match="discarded: only rl has rows"):
-        exported(source, formats="openai", discarded=True)
+        export_to_dataset(source, formats="openai", discarded=True)
 
 
 def with_subagents(**changes: Any) -> JSON:
     """A record with two subagents, one of which has one, a stage, and one of another model."""
 
     def inner(name: str, key: str, *tokens: Any, **more: Any) -> JSON:
-        return {**played(*tokens), "name": name, "key": key, **more}
+        return {**play_record(*tokens), "name": name, "key": key, **more}
 
     nested = inner("reader", "n1", ([70], [71]))
     first = inner("searcher", "c1", ([50, 51], [52]), ([50, 51, 52, 53], [54]), inner=[nested])
@@ -249,7 +253,7 @@ def with_subagents(**changes: Any) -> JSON:
         inner(name, f"{name}#1", ([90], [91]))
         for name in ("preparation", "summary", "simulated_user")
     ]
-    record = played(FIRST, SECOND, **changes)
+    record = play_record(FIRST, SECOND, **changes)
     return {**record, "inner": [*stages, first, second, other, inner("reader", "c4", None)]}
 
 
@@ -257,8 +261,8 @@ def test_conversations_of_subagents_are_trajectories_of_their_own() -> None:
     score = {"source": "m:f", "version": "1", "error": None, "rewards": {"style": 0.25}}
     check = {"passed": True, "reward": 0.75}
     record = with_subagents(check=check, scores=[{**score, "turn_rewards": {"format": [0.0, 1.0]}}])
-    assert [row.keys() & {"thread", "thread_id"} for row in make_rows(stored(record))] == [set()]
-    training_rows = make_rows(stored(record), subagents=True)
+    assert [row.keys() & {"thread", "thread_id"} for row in make_rows(to_record(record))] == [set()]
+    training_rows = make_rows(to_record(record), subagents=True)
     threads = [
         (row["thread"], row["thread_id"], row["segment"], row["segments"]) for row in training_rows
     ]
@@ -282,20 +286,20 @@ def test_conversations_of_subagents_are_trajectories_of_their_own() -> None:
 
 
 def test_rows_of_subagents_are_asked_for_and_counted(tmp_path: Path) -> None:
-    source = make_run(tmp_path, with_subagents(), played(FIRST))
-    (part,) = exported(source, formats="rl")[1]["formats"]
+    source = make_run(tmp_path, with_subagents(), play_record(FIRST))
+    (part,) = export_to_dataset(source, formats="rl")[1]["formats"]
     assert (part["rows"], part["used"], part["split"]) == (2, 2, 0)
     assert "subagents_left_out" not in part
-    _, manifest = exported(source, formats="rl", subagents=True)
+    _, manifest = export_to_dataset(source, formats="rl", subagents=True)
     (part,) = manifest["formats"]
     assert (part["rows"], part["used"], part["split"]) == (6, 2, 1)
     assert part["subagents_left_out"] == 2
     with pytest.raises(ValueError, match="subagents: only rl has rows"):
-        exported(source, formats="openai", subagents=True)
+        export_to_dataset(source, formats="openai", subagents=True)
 
 
 def test_damaged_tokens_are_a_reason(tmp_path: Path) -> None:
-    record = played(FIRST)
+    record = play_record(FIRST)
     record["turns"][0]["tokens"]["shared"] = 7
     assert rejects(make_run(tmp_path, record), formats="rl") == {"t0": "no_token_ids"}
 
@@ -303,9 +307,9 @@ def test_damaged_tokens_are_a_reason(tmp_path: Path) -> None:
 def test_failures_and_equal_samples_are_rows(tmp_path: Path) -> None:
     """A group of samples is whole, unless the recipe says otherwise."""
     records = [
-        played(FIRST, SECOND),
-        played(FIRST, SECOND),
-        played(FIRST, SECOND, status="max_turns"),
+        play_record(FIRST, SECOND),
+        play_record(FIRST, SECOND),
+        play_record(FIRST, SECOND, status="max_turns"),
     ]
     source = make_run(tmp_path, *records, samples=3)
     training_rows = rows(source, "rl", filters={})
@@ -319,13 +323,13 @@ def test_failures_and_equal_samples_are_rows(tmp_path: Path) -> None:
 
 
 def test_other_formats_keep_their_defaults(tmp_path: Path) -> None:
-    source = make_run(tmp_path, played(FIRST), played(FIRST, status="max_turns"))
-    _, manifest = exported(source, formats="rl,openai")
+    source = make_run(tmp_path, play_record(FIRST), play_record(FIRST, status="max_turns"))
+    _, manifest = export_to_dataset(source, formats="rl,openai")
     assert manifest["selected"] == 1
 
 
 def test_texts_that_break_other_formats_do_not_matter(tmp_path: Path) -> None:
-    record = played(FIRST)
+    record = play_record(FIRST)
     record["messages"][-1]["content"] = "<think>never closed"
     assert len(rows(make_run(tmp_path, record), "rl")) == 1
 
@@ -350,7 +354,7 @@ def test_an_api_without_ids_is_refused(api: str, tmp_path: Path) -> None:
         set_up_models(config)
 
 
-def documented() -> JSON:
+def documented_functions() -> JSON:
     """The functions of docs/training.md."""
     blocks = re.findall(r"```python\n# rl.py\n(.*?)```", TRAINING.read_text(), re.DOTALL)
     names: JSON = {}
@@ -363,13 +367,15 @@ def exported_rows(tmp_path: Path) -> tuple[list[JSON], JSON]:
     """Rows of two samples of one prompt and one of another, and the functions for trainers."""
     check = {"passed": True, "reward": 0.5}
     records = [
-        played(FIRST, SECOND, check=check),
-        played(FIRST, ([1, 9], [6]), check=check),
-        played(FIRST, check=check),
-        played(SECOND, check=check),
+        play_record(FIRST, SECOND, check=check),
+        play_record(FIRST, ([1, 9], [6]), check=check),
+        play_record(FIRST, check=check),
+        play_record(SECOND, check=check),
     ]
-    directory, _ = exported(make_run(tmp_path, *records, samples=2), formats="rl", filters={})
-    functions = documented()
+    directory, _ = export_to_dataset(
+        make_run(tmp_path, *records, samples=2), formats="rl", filters={}
+    )
+    functions = documented_functions()
     return functions["rows"](directory / "rl" / "train.jsonl"), functions
 
 

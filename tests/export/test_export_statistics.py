@@ -19,9 +19,9 @@ from batch_trajectories.export.statistics.observations import compute_observatio
 from batch_trajectories.export.statistics.run import compute_statistics
 from batch_trajectories.export.training_files import read_left_out_ids
 from tests.helpers.builders import assistant, record_of, user
-from tests.helpers.exporting import make_run, worked
+from tests.helpers.exporting import call_record, make_run
 from tests.helpers.running import ROOT, SCRIPTED, run, write_rows
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 
 def record(turns: int, **changes: Any) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def record(turns: int, **changes: Any) -> dict[str, Any]:
     calls = [{**place, "name": "temp", "is_error": False, "duration_s": float(turns)}]
     reply = {"finish_reason": "stop", "usage": None, "started_at": 1.0, "duration_s": 0.5}
     replies = [reply] * turns
-    return worked(f"Done {turns}.", tool_calls=calls, turns=replies[:2], **changes)
+    return call_record(f"Done {turns}.", tool_calls=calls, turns=replies[:2], **changes)
 
 
 def test_counts_what_records_hold(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_counts_what_records_hold(tmp_path: Path) -> None:
     assert output["per_record"]["model_seconds"]["max"] == 1.0
 
 
-def used(*counts: tuple[int | None, int | None], **changes: Any) -> dict[str, Any]:
+def record_with_usage(*counts: tuple[int | None, int | None], **changes: Any) -> dict[str, Any]:
     """A record of turns with these tokens of input and output."""
     turns = [
         {
@@ -62,7 +62,7 @@ def used(*counts: tuple[int | None, int | None], **changes: Any) -> dict[str, An
         }
         for given, made in counts
     ]
-    return worked(turns=turns, **changes)
+    return call_record(turns=turns, **changes)
 
 
 @pytest.mark.parametrize(
@@ -78,16 +78,19 @@ def used(*counts: tuple[int | None, int | None], **changes: Any) -> dict[str, An
     ],
 )
 def test_observations_are_what_the_input_grew_by(counts: Any, share: float | None) -> None:
-    assert compute_observation_share(stored(used(*counts))) == share
+    assert compute_observation_share(to_record(record_with_usage(*counts))) == share
 
 
 def test_an_agent_that_is_a_command_has_no_share() -> None:
     agent = {"name": "codex", "version": "1", "exit_code": 0}
-    assert compute_observation_share(stored(used((100, 20), agent=agent))) is None
+    assert compute_observation_share(to_record(record_with_usage((100, 20), agent=agent))) is None
 
 
 def test_stats_has_the_share_of_observations(tmp_path: Path) -> None:
-    known, unknown = used((100, 20), (180, 20)), used((None, None), (None, None))
+    known, unknown = (
+        record_with_usage((100, 20), (180, 20)),
+        record_with_usage((None, None), (None, None)),
+    )
     source = make_run(tmp_path, known, unknown)
     output = json.loads(run(tmp_path, "stats", str(source.run_dir), "--json").stdout)
     assert output["per_record"]["observation_percent"]["mean"] == pytest.approx(30)
@@ -105,7 +108,7 @@ _TYPES: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def documented() -> dict[str, tuple[Any, ...]]:
+def documented_types() -> dict[str, tuple[Any, ...]]:
     """The types of the keys in the table of the page; `...` at the end of optional ones."""
     page = (ROOT / "docs" / "report.md").read_text().partition("## `stats --json`")[2]
     known: dict[str, tuple[Any, ...]] = {}
@@ -134,7 +137,7 @@ def leaves(value: Any, place: str, known: Collection[str]) -> Iterator[tuple[str
 
 
 def test_json_has_the_keys_and_types_of_the_page(tmp_path: Path) -> None:
-    known = documented()
+    known = documented_types()
     judged = {"passed": True, "reward": 1.0, "rewards": {"style": 0.5}}
     turns = {"turn_rewards": {"by_turn": [0.5, 1.0]}}
     records = [record(2, model=f"m{n % 2}", check=judged | turns, cost_usd=0.5) for n in range(4)]
@@ -188,14 +191,14 @@ def test_of_a_missing_run_is_an_error(tmp_path: Path) -> None:
 
 
 def test_of_a_task_with_several_records_the_last_one_counts(tmp_path: Path) -> None:
-    source = make_run(tmp_path, worked(), worked())
+    source = make_run(tmp_path, call_record(), call_record())
     path = source.run_dir / "records.jsonl"
     path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[0])
     assert compute_statistics(source.run_dir, style=Style())["records"] == 2
 
 
 def test_of_a_run_with_reasoning_only_the_rest_is_not_kept(tmp_path: Path) -> None:
-    source = make_run(tmp_path, worked(), record_of(user(), assistant("Yes.")))
+    source = make_run(tmp_path, call_record(), record_of(user(), assistant("Yes.")))
     for require, kept in ((False, 2), (True, 1)):
         assert (
             compute_statistics(source.run_dir, style=Style(require_reasoning=require))["kept"]

@@ -22,7 +22,7 @@ from batch_trajectories.export.training_files import run_style
 from batch_trajectories.records.record_types import stored_messages
 from tests.export.test_export_formats import MARKUP, TEXT_FORMATS
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.exporting import exported, make_run, rows, why
+from tests.helpers.exporting import export_to_dataset, make_run, rows, why
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
 
 RAN_INTO_AN_ERROR = result("Error: no", is_error=True)
@@ -205,7 +205,9 @@ def test_a_rejected_sample_does_not_count_among_the_best(tmp_path: Path) -> None
 
 
 def test_documents_hold_all_but_calls_without_an_object(tmp_path: Path) -> None:
-    directory, _ = exported(make_run(tmp_path, INVENTED, TAGGED, TOKEN, BROKEN), formats="atif")
+    directory, _ = export_to_dataset(
+        make_run(tmp_path, INVENTED, TAGGED, TOKEN, BROKEN), formats="atif"
+    )
     kept = [row["session_id"] for row in lines(directory / "atif" / "train.jsonl")]
     assert kept == ["t0", "t1", "t2"]
 
@@ -231,14 +233,14 @@ def test_every_reason_of_accept_rows_is_supported_by_some_format() -> None:
 def test_a_dataset_with_accepted_rows_checks_itself(tmp_path: Path) -> None:
     source = make_run(tmp_path, INVENTED, BROKEN, TOKEN, PLAIN)
     accept = "unknown_tool,arguments_not_json"
-    directory, _ = exported(source, formats="hermes,openai", accept_rows=accept)
+    directory, _ = export_to_dataset(source, formats="hermes,openai", accept_rows=accept)
     assert list(find_problems(source, directory)) == []
 
 
 def test_a_dataset_of_an_older_program_still_checks(tmp_path: Path) -> None:
     """Its recipe knows nothing of what may be accepted."""
     source = make_run(tmp_path, INVENTED, PLAIN)
-    directory, manifest = exported(source, formats="hermes")
+    directory, manifest = export_to_dataset(source, formats="hermes")
     for key in ("accept_rows", "empty_think"):
         del manifest["recipe"][key]
     for key in ("control_tokens", "hidden_reasoning", "shortened_views", "max_interrupted_calls"):

@@ -12,7 +12,7 @@ import pytest
 from batch_trajectories.export.dataset.checking import find_problems
 from batch_trajectories.export.dataset.runs import Source
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.exporting import exported, make_run, rejects, worked
+from tests.helpers.exporting import call_record, export_to_dataset, make_run, rejects
 
 # The tables of https://huggingface.co/docs/hub/session-traces-format (STS-Format).
 
@@ -69,13 +69,13 @@ def read_session(path: Path) -> tuple[Header, list[Message]]:
 
 
 def sessions_of(source: Source, **recipe: Any) -> dict[str, tuple[Header, list[Message]]]:
-    directory, _ = exported(source, formats="traces", **recipe)
+    directory, _ = export_to_dataset(source, formats="traces", **recipe)
     files = sorted((directory / "traces").rglob("*.jsonl"))
     return {str(path.relative_to(directory / "traces")): read_session(path) for path in files}
 
 
 def test_a_conversation_is_a_session_of_the_published_form(tmp_path: Path) -> None:
-    source = make_run(tmp_path, worked())
+    source = make_run(tmp_path, call_record())
     ((name, (header, messages)),) = sessions_of(source).items()
     assert name == "train/000000-t0.jsonl"
     assert (header.harness, header.id) == ("batch-trajectories", "t0")
@@ -101,7 +101,7 @@ def test_each_session_has_a_file_whatever_its_id(tmp_path: Path) -> None:
     """Ids may be paths, or differ in case only."""
     ids = ["../a/b", "A", "a"]
     prompts = [{"id": id, "prompt": "Q"} for id in ids]
-    source = make_run(tmp_path, *(worked() for _ in ids), prompts=prompts)
+    source = make_run(tmp_path, *(call_record() for _ in ids), prompts=prompts)
     found = sessions_of(source, filters={"exact_duplicates": False})
     assert [name.partition("/")[2] for name in found] == [
         "000000-..-a-b.jsonl",
@@ -134,8 +134,10 @@ def test_calls_of_a_turn_stay_together(tmp_path: Path, parallel_calls: str) -> N
 
 
 def test_the_export_checks_itself_and_the_card_loads_other_files(tmp_path: Path) -> None:
-    source = make_run(tmp_path, worked(), worked("Yes."))
-    directory, manifest = exported(source, formats="openai,traces", splits="train=0.5,test=0.5")
+    source = make_run(tmp_path, call_record(), call_record("Yes."))
+    directory, manifest = export_to_dataset(
+        source, formats="openai,traces", splits="train=0.5,test=0.5"
+    )
     assert [*find_problems(source, directory)] == []
     part = next(part for part in manifest["formats"] if part["format"] == "traces")
     assert part["used"] == len(part["files"]) == 2
@@ -146,7 +148,9 @@ def test_the_export_checks_itself_and_the_card_loads_other_files(tmp_path: Path)
 
 
 def test_a_call_that_the_server_left_in_the_text_is_rejected(tmp_path: Path) -> None:
-    record = worked('<tool_call>{"name": "f", "arguments": {}}</tool_call>', status="leaked_call")
+    record = call_record(
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>', status="leaked_call"
+    )
     source = make_run(tmp_path, record)
     found = rejects(source, formats="traces", filters={"status": "any"})
     assert found == {"t0": "leaked_call"}

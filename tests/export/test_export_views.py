@@ -15,12 +15,12 @@ from agent.options import AgentOptions
 from agent.runner import was_compacted
 from agent.views.views import compact, first_compacted_reply
 from batch_trajectories.export.conversation.validity import Rejected
-from tests.agent.test_options import ANSWER, echo
+from tests.agent.test_options import ANSWER, call_echo
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.exporting import judged, make_run, rejects, rows
+from tests.helpers.exporting import judged_record, make_run, rejects, rows
 from tests.helpers.playing import Played, play, say
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
-from tests.helpers.stored import stored, to_row
+from tests.helpers.stored import to_record, to_row
 
 LONG = "R" * 300
 
@@ -39,18 +39,18 @@ def record_from(played: Played, **options: Any) -> dict[str, Any]:
 
 
 def metadata_of(record: dict[str, Any]) -> dict[str, Any]:
-    metadata: dict[str, Any] = json.loads(to_row(stored(record))["metadata"])
+    metadata: dict[str, Any] = json.loads(to_row(to_record(record))["metadata"])
     return metadata
 
 
 @pytest.mark.parametrize("after", [1, 2, 3, 9])
 def test_replies_that_saw_older_messages_in_short_are_counted(tmp_path: Path, after: int) -> None:
     script = [
-        echo("a", content="one"),
-        echo(LONG, content="two"),
-        echo("b"),
-        echo("c", content="three", reasoning=LONG),
-        echo("d", content="four"),
+        call_echo("a", content="one"),
+        call_echo(LONG, content="two"),
+        call_echo("b"),
+        call_echo("c", content="three", reasoning=LONG),
+        call_echo("d", content="four"),
         ANSWER,
     ]
     played = play(tmp_path, script, compact_after=after)
@@ -77,7 +77,14 @@ def test_the_place_from_which_they_did_is_that_of_the_view(
 
 
 def test_replies_that_saw_a_summary_are_counted(tmp_path: Path) -> None:
-    script = [echo("a"), echo("b"), echo("c"), say("THE SUMMARY"), echo("d"), ANSWER]
+    script = [
+        call_echo("a"),
+        call_echo("b"),
+        call_echo("c"),
+        say("THE SUMMARY"),
+        call_echo("d"),
+        ANSWER,
+    ]
     given: dict[str, Any] = {"summarize_over_messages": 6, "summarize_keep": 2}
     played = play(tmp_path, script, **given)
     seen = sum("[Summary of" in json.dumps(list(request.messages)) for request in played.requests)
@@ -88,13 +95,15 @@ def test_replies_that_saw_a_summary_are_counted(tmp_path: Path) -> None:
 
 def test_a_summary_that_was_not_used_is_none(tmp_path: Path) -> None:
     given: dict[str, Any] = {"summarize_over_messages": 6, "summarize_keep": 2}
-    played = play(tmp_path, [echo("a"), echo("b"), echo("c"), say(" "), ANSWER], **given)
+    played = play(
+        tmp_path, [call_echo("a"), call_echo("b"), call_echo("c"), say(" "), ANSWER], **given
+    )
     metadata = metadata_of(record_from(played, **given))
     assert metadata.keys().isdisjoint({"view_compacted", "summaries"})
 
 
 def test_results_that_the_model_saw_cut_are_counted(tmp_path: Path) -> None:
-    script = [echo("x" * 500), echo("short"), ANSWER]
+    script = [call_echo("x" * 500), call_echo("short"), ANSWER]
     record = record_from(play(tmp_path, script, observation_chars=200), observation_chars=200)
     assert metadata_of(record)["cut_results"] == 1
 
@@ -113,27 +122,29 @@ def test_results_that_an_export_cuts_are_counted_too(tmp_path: Path) -> None:
     assert "cut_by_export" not in json.loads(row["metadata"])
 
 
-def resumed(*calls: str, kept: bool = True) -> dict[str, Any]:
+def resumed_event(*calls: str, kept: bool = True) -> dict[str, Any]:
     return {"turn": 1, "interrupted": list(calls), "repeated": [], "workspace_kept": kept}
 
 
 def test_a_workspace_that_was_lost_is_counted() -> None:
-    record = record_of(user(), assistant("Hi."), resumes=[resumed(), resumed(kept=False)])
+    record = record_of(
+        user(), assistant("Hi."), resumes=[resumed_event(), resumed_event(kept=False)]
+    )
     metadata = metadata_of(record)
     assert (metadata["interrupted_calls"], metadata["workspace_lost"]) == (0, 1)
 
 
 def test_what_was_seen_whole_says_nothing_more() -> None:
-    plain = record_of(user(), assistant("Hi."), resumes=[resumed()], options={"max_turns": 3})
+    plain = record_of(user(), assistant("Hi."), resumes=[resumed_event()], options={"max_turns": 3})
     more = plain | {"view_compacted": False}
-    assert to_row(stored(more)) == to_row(stored(plain))
+    assert to_row(to_record(more)) == to_row(to_record(plain))
     keys = {"view_compacted", "summaries", "cut_results", "cut_by_export", "workspace_lost"}
     assert metadata_of(plain).keys().isdisjoint(keys)
 
 
 def test_each_side_of_a_pair_says_it(tmp_path: Path) -> None:
-    broken = judged(0.0, "B") | {"resumes": [resumed("c1", kept=False)]}
-    source = make_run(tmp_path, judged(1.0, "A") | {"resumes": []}, broken, samples=2)
+    broken = judged_record(0.0, "B") | {"resumes": [resumed_event("c1", kept=False)]}
+    source = make_run(tmp_path, judged_record(1.0, "A") | {"resumes": []}, broken, samples=2)
     assert rows(source, "dpo") == [], "the row that it would be was interrupted"
     (pair,) = rows(source, "dpo", accept_rows="interrupted")
     parsed = json.loads(pair["metadata"])
@@ -144,7 +155,7 @@ def test_each_side_of_a_pair_says_it(tmp_path: Path) -> None:
 def test_filters_leave_them_out(tmp_path: Path) -> None:
     """Also where an older program recorded no more than that it was so."""
     short = record_of(user(), assistant("Hi."), view_compacted=True)
-    broken = record_of(user(), assistant("Ho."), resumes=[resumed("a", "b")])
+    broken = record_of(user(), assistant("Ho."), resumes=[resumed_event("a", "b")])
     source = make_run(tmp_path, short, broken, record_of(user(), assistant("Hm.")))
 
     def left_out(**filters: Any) -> dict[str, str]:
@@ -160,14 +171,14 @@ def test_filters_leave_them_out(tmp_path: Path) -> None:
 def test_rows_with_an_interrupted_result_are_left_out_unless_they_are_accepted(
     tmp_path: Path,
 ) -> None:
-    broken = record_of(user(), assistant("Ho."), resumes=[resumed("a")])
-    resumed_only = record_of(user(), assistant("Hi."), resumes=[resumed()])
+    broken = record_of(user(), assistant("Ho."), resumes=[resumed_event("a")])
+    resumed_only = record_of(user(), assistant("Hi."), resumes=[resumed_event()])
     source = make_run(tmp_path, broken, resumed_only)
     assert rejects(source, formats="openai") == {"t0": "interrupted"}
     assert rejects(source, formats="openai", accept_rows="interrupted") == {}
     assert rejects(source, formats="openai", mask={"interrupted_result": True}) == {}
     with pytest.raises(Rejected, match="interrupted"):
-        to_row(stored(broken))
+        to_row(to_record(broken))
 
 
 def test_a_branch_of_a_conversation_with_an_interrupted_result_is_left_out_too(

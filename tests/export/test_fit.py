@@ -15,7 +15,7 @@ from batch_trajectories.export.templates.parity import judge_templates
 from batch_trajectories.export.templates.template_names import find_templates
 from tests.export.test_parity import ASKED_TWICE, DROPPED, KEPT, template
 from tests.helpers.builders import assistant, record_of, user
-from tests.helpers.exporting import exported, make_run
+from tests.helpers.exporting import export_to_dataset, make_run
 from tests.helpers.running import lines
 
 
@@ -41,7 +41,7 @@ def test_turns_in_another_context_lose_their_loss_and_nothing_differs_then(tmp_p
     file.write_text(template(DROPPED))
     source = make_run(tmp_path, record_of(*ASKED_TWICE))
     fit = {"template": str(file), "other_context": "mask"}
-    directory, manifest = exported(source, formats="openai", fit=fit)
+    directory, manifest = export_to_dataset(source, formats="openai", fit=fit)
     (row,) = lines(directory / "openai" / "train.jsonl")
     # The answer to the first question follows a turn whose reasoning inference saw.
     assert learnt(row) == ["Look.", "A2"]
@@ -57,7 +57,7 @@ def test_a_dataset_of_which_no_turn_is_shown_so_has_no_rows(tmp_path: Path) -> N
     file.write_text("{% if add_generation_prompt %}other{% endif %}{{ messages | length }}")
     source = make_run(tmp_path, record_of(*ASKED_TWICE))
     fit = {"template": str(file), "other_context": "mask"}
-    directory, manifest = exported(source, formats="openai", fit=fit)
+    directory, manifest = export_to_dataset(source, formats="openai", fit=fit)
     assert not (directory / "openai" / "train.jsonl").exists()
     assert manifest["formats"][0]["rejected_by_reason"] == {"all_masked": 1}
 
@@ -68,12 +68,14 @@ def test_rows_above_a_length_are_left_out_by_name_or_cut_after_a_turn(tmp_path: 
     short = (user("Q"), assistant("A"))
     source = make_run(tmp_path, record_of(*long), record_of(*short))
     fit: dict[str, Any] = {"template": str(place), "max_length": 50}
-    directory, manifest = exported(source, formats="openai", fit=fit)
+    directory, manifest = export_to_dataset(source, formats="openai", fit=fit)
     assert [row["id"] for row in lines(directory / "openai" / "train.jsonl")] == ["t1"]
     assert manifest["formats"][0]["rejected_by_reason"] == {"too_long": 1}
     (reject,) = map(json.loads, (directory / "rejects.jsonl").read_text().splitlines())
     assert (reject["id"], reject["reason"]) == ("t0", "too_long")
-    directory, manifest = exported(source, formats="openai", fit={**fit, "too_long": "cut"})
+    directory, manifest = export_to_dataset(
+        source, formats="openai", fit={**fit, "too_long": "cut"}
+    )
     cut, _ = lines(directory / "openai" / "train.jsonl")
     assert [message["role"] for message in cut["messages"]] == ["user", "assistant"]
     assert (manifest["formats"][0]["fit"]["cut"], manifest["formats"][0]["fit"]["rows_cut"]) == (
@@ -88,7 +90,7 @@ def test_of_rows_per_turn_only_the_long_ones_are_left_out(tmp_path: Path) -> Non
         tmp_path, record_of(user("Q"), assistant("A"), user("R"), assistant("b " * 200))
     )
     fit = {"template": str(place), "max_length": 50}
-    directory, manifest = exported(source, formats="openai", per_turn=True, fit=fit)
+    directory, manifest = export_to_dataset(source, formats="openai", per_turn=True, fit=fit)
     assert [learnt(row) for row in lines(directory / "openai" / "train.jsonl")] == [["A"]]
     assert manifest["formats"][0]["fit"]["left_out"] == 1
 
@@ -103,7 +105,7 @@ def test_of_rows_per_turn_only_the_long_ones_are_left_out(tmp_path: Path) -> Non
 def test_what_cannot_be_fitted_is_refused(recipe: dict[str, Any], why: str, tmp_path: Path) -> None:
     source = make_run(tmp_path, record_of(*ASKED_TWICE))
     with pytest.raises(ValueError, match=why):
-        exported(source, **{"formats": "openai", **recipe})
+        export_to_dataset(source, **{"formats": "openai", **recipe})
 
 
 def test_a_length_needs_a_tokenizer(tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def test_a_length_needs_a_tokenizer(tmp_path: Path) -> None:
     file.write_text(template(KEPT))
     source = make_run(tmp_path, record_of(*ASKED_TWICE))
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
-        exported(source, formats="openai", fit={"template": str(file), "max_length": 9})
+        export_to_dataset(source, formats="openai", fit={"template": str(file), "max_length": 9})
 
 
 def test_lengths_are_those_of_a_byte_level_tokenizer_that_was_trained(tmp_path: Path) -> None:
@@ -128,7 +130,7 @@ def test_lengths_are_those_of_a_byte_level_tokenizer_that_was_trained(tmp_path: 
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(place / "tokenizer.json"))
     source = make_run(tmp_path, *(record_of(user("Q"), assistant(text)) for text in texts))
-    directory, manifest = exported(source, formats="openai")
+    directory, manifest = export_to_dataset(source, formats="openai")
     plain = jinja2.Template(
         template(KEPT).replace("{% generation %}", "").replace("{% endgeneration %}", "")
     )
@@ -144,6 +146,6 @@ def test_lengths_are_those_of_a_byte_level_tokenizer_that_was_trained(tmp_path: 
     assert (said["p50"], said["max"], said["above"]) == (lengths[round(9.5)], lengths[-1], 3)
     assert {*said["rows_above"]} == {id for id, length in ours.items() if length > above}
     fit = {"template": str(place), "max_length": above}
-    directory, manifest = exported(source, formats="openai", fit=fit)
+    directory, manifest = export_to_dataset(source, formats="openai", fit=fit)
     kept = {row["id"] for row in lines(directory / "openai" / "train.jsonl")}
     assert kept == {id for id, length in ours.items() if length <= above}

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from batch_runner import main
 from batch_trajectories.export.rows.format import Format, load_format, load_kind
 from batch_trajectories.export.rows.format_names import OTHER_NAMES, format_names, format_summaries
-from tests.helpers.exporting import exported, judged, make_run
+from tests.helpers.exporting import export_to_dataset, judged_record, make_run
 from tests.helpers.running import ROOT, lines
 
 FORMATS = [one for one in map(load_kind, format_names()) if isinstance(one, Format)]
@@ -50,7 +50,7 @@ def test_no_format_is_imported_for_its_name_or_help() -> None:
 
 def test_an_export_imports_the_formats_that_it_writes(tmp_path: Path) -> None:
     """With those that its rejects name, and no others."""
-    source = make_run(tmp_path, judged(1.0, "A"))
+    source = make_run(tmp_path, judged_record(1.0, "A"))
     run, dataset = source.run_dir, tmp_path / "p.jsonl"
     call = f"""
 from batch_trajectories.dataset.scan import scan
@@ -72,8 +72,8 @@ def _last_line(code: str) -> str:
 
 @pytest.mark.parametrize("name", [one.name for one in FORMATS if one.columns])
 def test_rows_have_the_columns_of_their_format(tmp_path: Path, name: str) -> None:
-    source = make_run(tmp_path, judged(1.0, "A"), judged(0.0, "B"), samples=2)
-    directory, _ = exported(source, formats=name)
+    source = make_run(tmp_path, judged_record(1.0, "A"), judged_record(0.0, "B"), samples=2)
+    directory, _ = export_to_dataset(source, formats=name)
     columns = list(load_format(name).columns)
     assert (columns[0], columns[-1]) == ("id", "metadata")
     entries = lines(directory / name / "train.jsonl")
@@ -82,8 +82,8 @@ def test_rows_have_the_columns_of_their_format(tmp_path: Path, name: str) -> Non
 
 
 def test_sharegpt_is_another_name_of_hermes(tmp_path: Path) -> None:
-    source = make_run(tmp_path, judged(1.0, "A"))
-    directory, manifest = exported(source, formats="sharegpt,hermes")
+    source = make_run(tmp_path, judged_record(1.0, "A"))
+    directory, manifest = export_to_dataset(source, formats="sharegpt,hermes")
     assert [part["format"] for part in manifest["formats"]] == ["hermes"]
     (row,) = lines(directory / "hermes" / "train.jsonl")
     speakers = {turn["from"] for turn in row["conversations"]}
@@ -91,8 +91,8 @@ def test_sharegpt_is_another_name_of_hermes(tmp_path: Path) -> None:
 
 
 def test_the_card_says_how_to_read_each_format(tmp_path: Path) -> None:
-    source = make_run(tmp_path, judged(1.0, "A"), judged(0.0, "B"), samples=2)
-    directory, _ = exported(source, formats=[one.name for one in FORMATS])
+    source = make_run(tmp_path, judged_record(1.0, "A"), judged_record(0.0, "B"), samples=2)
+    directory, _ = export_to_dataset(source, formats=[one.name for one in FORMATS])
     card = (directory / "README.md").read_text()
     for one in FORMATS:
         assert f"- **{one.name}**: {one.card}" in card

@@ -16,7 +16,7 @@ from batch_trajectories.export.statistics.health import (
     problems_in,
 )
 from tests.helpers.running import run, write_rows
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 TOOLS = [{"type": "function", "function": {"name": "terminal", "parameters": {}}}]
 
@@ -46,7 +46,7 @@ def results(
     records: Iterable[Mapping[str, Any]], *, samples: int = 1, failures: Any = ()
 ) -> list[dict[str, Any]]:
     """The results of the checks, which must not depend on how the records are divided."""
-    read = [stored(one) for one in records]
+    read = [to_record(one) for one in records]
     whole = Health(samples)
     first, second = Health(samples), Health(samples)
     for place, one in enumerate(read):
@@ -65,7 +65,7 @@ def problems(records: Iterable[Mapping[str, Any]], **given: Any) -> dict[str, Ma
     return {one["name"]: one for one in problems_in(results(records, **given))}
 
 
-def said(content: str, *calls: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+def assistant_message(content: str, *calls: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, "tool_calls": list(calls), **more}
 
 
@@ -86,7 +86,11 @@ def with_result(number: int, failure: str) -> dict[str, Any]:
 
 def repeating(number: int) -> dict[str, Any]:
     call = {"id": "c", "function": {"name": "terminal", "arguments": "{}"}}
-    turns = [m for _ in range(5) for m in (said("", call), {**result(0, "x"), "tool_call_id": "c"})]
+    turns = [
+        m
+        for _ in range(5)
+        for m in (assistant_message("", call), {**result(0, "x"), "tool_call_id": "c"})
+    ]
     return record(number, messages=[{"role": "user", "content": "work"}, *turns], turns=[{}] * 5)
 
 
@@ -96,7 +100,7 @@ def leaking(number: int) -> dict[str, Any]:
         "function": {"name": "terminal", "arguments": '{"command": "git reflog"}'},
     }
     of = record(number)
-    return {**of, "messages": [of["messages"][0], said("", call), *of["messages"][2:]]}
+    return {**of, "messages": [of["messages"][0], assistant_message("", call), *of["messages"][2:]]}
 
 
 def lost_turns() -> list[dict[str, Any]]:
@@ -125,7 +129,10 @@ FOUND: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
         "r4",
     ),
     "hollow_turns": (
-        [record(n) if n != 7 else record(n, messages=[said(" ")], turns=[{}]) for n in range(30)],
+        [
+            record(n) if n != 7 else record(n, messages=[assistant_message(" ")], turns=[{}])
+            for n in range(30)
+        ],
         {},
         "r7",
     ),

@@ -26,7 +26,7 @@ from tests.helpers.builders import (
     result,
     user,
 )
-from tests.helpers.stored import stored, to_row
+from tests.helpers.stored import to_record, to_row
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 MARKERS = [
@@ -65,7 +65,7 @@ def values(*messages: dict[str, Any], tools: list[dict[str, Any]] | None = None)
     return [entry["value"] for entry in entries[1:]]
 
 
-def answered(content: str, arguments: str = "{}") -> str:
+def tool_entry(content: str, arguments: str = "{}") -> str:
     """The tool entry of a conversation with one call that got `content`."""
     return values(user(), assistant("", call(arguments)), result(content), assistant("Done."))[2]
 
@@ -80,14 +80,14 @@ def arguments_of(gpt_value: str) -> Any:
     return json.loads(block)["arguments"]
 
 
-def said(row: dict[str, Any]) -> list[tuple[str, str]]:
+def read_entries(row: dict[str, Any]) -> list[tuple[str, str]]:
     """The entries of a row after the system entry."""
     return [(entry["from"], entry["value"]) for entry in row["conversations"][1:]]
 
 
 def rejected_row(record: dict[str, Any]) -> Rejected:
     with pytest.raises(Rejected) as caught:
-        to_row(stored(record))
+        to_row(to_record(record))
     return caught.value
 
 
@@ -145,7 +145,7 @@ class TestWorkedExample:
         assert rf"<tools>\n{EXAMPLE_TOOLS}\n</tools>\n" in system
 
     def test_the_line_has_its_keys_in_order_and_only_the_run_in_its_metadata(self) -> None:
-        line = dumps_row(to_row(stored(record_of(*EXAMPLE))))
+        line = dumps_row(to_row(to_record(record_of(*EXAMPLE))))
         conversations = ",".join(line_of(to_conversations(stored_messages(EXAMPLE), [TEMP])))
         tools = json.dumps(json.dumps([TEMP]))
         metadata = json.dumps(
@@ -165,20 +165,20 @@ class TestWorkedExample:
         )
 
     def test_stopped_after_one_turn_it_is_a_partial_row_of_the_same_first_entries(self) -> None:
-        row = to_row(stored(record_of(*EXAMPLE[:5], status="max_turns")))
+        row = to_row(to_record(record_of(*EXAMPLE[:5], status="max_turns")))
         assert line_of(row["conversations"])[1:] == EXAMPLE_ENTRIES[:3]
         assert (row["completed"], row["partial"], row["api_calls"]) == (False, True, 1)
         assert json.loads(row["metadata"])["status"] == "max_turns"
 
     def test_failed_before_any_reply_it_is_not_a_row(self) -> None:
         with pytest.raises(Rejected) as caught:
-            to_row(stored(record_of(*EXAMPLE[:2], status="failed")))
+            to_row(to_record(record_of(*EXAMPLE[:2], status="failed")))
         assert caught.value.reason == "no_reply"
 
     def test_the_record_is_not_changed(self) -> None:
         record = record_of(*EXAMPLE)
         before = json.dumps(record)
-        to_row(stored(record))
+        to_row(to_record(record))
         assert json.dumps(record) == before
 
 
@@ -194,7 +194,7 @@ class TestSystemEntry:
     def test_without_tools_holds_an_empty_list(self) -> None:
         entry = to_conversations(stored_messages([user(), assistant("Hi.")]), [])[0]
         assert entry["value"] == f"{PREAMBLE}[]{CALL_SCHEMA}"
-        assert to_row(stored(record_of(user(), assistant("Hi."), tools=[])))["tools"] == "[]"
+        assert to_row(to_record(record_of(user(), assistant("Hi."), tools=[])))["tools"] == "[]"
 
     def test_a_tool_without_description_or_parameters_gets_empty_ones(self) -> None:
         tools = [{"type": "function", "function": {"name": "now"}}]
@@ -212,7 +212,7 @@ class TestSystemEntry:
         assert json.loads(signatures)[0]["description"] == f"é {marker}"
 
     def test_never_shows_the_system_messages_of_the_record(self) -> None:
-        assert b"Secret instructions" not in dumps_row(to_row(stored(record_of(*EXAMPLE))))
+        assert b"Secret instructions" not in dumps_row(to_row(to_record(record_of(*EXAMPLE))))
 
 
 class TestReasoning:
@@ -234,7 +234,7 @@ class TestReasoning:
         assert value.startswith("<think>\nHm.\n</think>\n<tool_call>\n")
 
     def test_an_empty_inline_block_counts_as_no_reasoning(self) -> None:
-        row = to_row(stored(record_of(user(), assistant("<think>\n\n</think>\n\nHi."))))
+        row = to_row(to_record(record_of(user(), assistant("<think>\n\n</think>\n\nHi."))))
         assert row["conversations"][2]["value"] == "<think>\n</think>\nHi."
         assert row["has_reasoning"] is False
 
@@ -360,7 +360,7 @@ class TestResults:
         ],
     )
     def test_an_object_or_list_becomes_that_value(self, text: str, written: str) -> None:
-        assert f'"content": {written}}}\n</tool_response>' in answered(text)
+        assert f'"content": {written}}}\n</tool_response>' in tool_entry(text)
 
     @pytest.mark.parametrize(
         "text",
@@ -387,7 +387,7 @@ class TestResults:
         ],
     )
     def test_any_other_text_stays_that_string(self, text: str) -> None:
-        assert content_of(answered(text)) == text
+        assert content_of(tool_entry(text)) == text
 
     @settings(max_examples=10 * settings().max_examples)
     @given(
@@ -414,15 +414,15 @@ class TestResults:
 
     def test_nesting_of_a_hundred_levels_is_still_a_value(self) -> None:
         text = '{"a": [' * 50 + "]}" * 50
-        assert content_of(answered(text)) == json.loads(text)
+        assert content_of(tool_entry(text)) == json.loads(text)
         wide = json.dumps([[]] * 500)
-        assert content_of(answered(wide)) == json.loads(wide)
+        assert content_of(tool_entry(wide)) == json.loads(wide)
 
     @pytest.mark.parametrize("marker", MARKERS)
     @pytest.mark.parametrize("form", ["{}", '{{"<": "{}"}}'])
     def test_tags_inside_them_are_escaped(self, marker: str, form: str) -> None:
         text = form.format(marker)
-        value = answered(text)
+        value = tool_entry(text)
         assert marker.replace("<", "\\u003c") in value
         assert value.count(marker) == (marker.strip("</>") == "tool_response")
         assert content_of(value) == (json.loads(text) if text.startswith("{") else text)
@@ -446,7 +446,7 @@ class TestResults:
     def test_a_turn_that_broke_off_before_its_results_has_no_tool_entry(self) -> None:
         messages = user(), assistant("", call())
         assert len(values(*messages)) == 2
-        row = to_row(stored(record_of(*messages, status="length")))
+        row = to_row(to_record(record_of(*messages, status="length")))
         assert row["conversations"][-1]["from"] == "gpt"
         assert row["num_tool_calls"] == 1
         (stats,) = json.loads(row["metadata"])["tool_stats"]
@@ -454,7 +454,7 @@ class TestResults:
 
     @given(st.text() | st.text('<>/{}[]":, \n1.e-thinkotl_resp', max_size=60))
     def test_no_text_of_a_tool_creates_structure(self, text: str) -> None:
-        value = answered(text)
+        value = tool_entry(text)
         for marker in MARKERS:
             expected = marker in ("<tool_response>", "</tool_response>")
             assert value.count(marker) == expected
@@ -471,11 +471,11 @@ class TestResults:
     def test_any_json_value_of_a_tool_survives(self, value: Any, indent: int | None) -> None:
         for ensure_ascii in (True, False):
             text = json.dumps([value], ensure_ascii=ensure_ascii, indent=indent)
-            assert repr(content_of(answered(text))) == repr([value])
+            assert repr(content_of(tool_entry(text))) == repr([value])
             written = json.dumps([value], ensure_ascii=False)
             for marker in (*MARKERS, "<tools>", "</tools>"):
                 written = written.replace(marker, f"\\u003c{marker[1:]}")
-            assert f'"content": {written}}}' in answered(text)
+            assert f'"content": {written}}}' in tool_entry(text)
 
     @given(st.permutations(range(5)))
     def test_do_not_depend_on_the_order_in_which_they_were_stored(self, order: list[int]) -> None:
@@ -555,8 +555,8 @@ class TestFinalAnswer:
     def test_the_only_call_of_the_last_turn_becomes_its_text(self) -> None:
         """The turn is think block, its own text, a blank line and the answer, without a result."""
         record = ended_by(assistant("Both known.\n", final(" 14.5 \n"), reasoning="Hm."))
-        row = to_row(stored(record))
-        assert said(row)[-2:] == [
+        row = to_row(to_record(record))
+        assert read_entries(row)[-2:] == [
             (
                 "tool",
                 '<tool_response>\n{"tool_call_id": "c1", "name": "temp", "content": "r"}\n'
@@ -572,8 +572,8 @@ class TestFinalAnswer:
         assert [stats["tool"] for stats in metadata["tool_stats"]] == ["temp"]
 
     def test_without_text_or_reasoning_the_answer_follows_an_empty_block(self) -> None:
-        row = to_row(stored(ended_by(assistant("", final("14.5")))))
-        assert said(row)[-1] == ("gpt", "<think>\n</think>\n14.5")
+        row = to_row(to_record(ended_by(assistant("", final("14.5")))))
+        assert read_entries(row)[-1] == ("gpt", "<think>\n</think>\n14.5")
         assert row["has_reasoning"] is False
 
     @pytest.mark.parametrize("order", [1, -1])
@@ -584,13 +584,13 @@ class TestFinalAnswer:
         calls = [call(id="c2"), final("Done: é")][::order]
         results = [result("two", id="c2"), result("ok", id="f")][::order]
         row = to_row(
-            stored(
+            to_record(
                 record_of(
                     user(), assistant("Last.", *calls, reasoning="A"), *results, tools=OFFERED
                 )
             )
         )
-        assert said(row) == [
+        assert read_entries(row) == [
             ("human", "Go."),
             (
                 "gpt",
@@ -612,9 +612,9 @@ class TestFinalAnswer:
 
     def test_the_reserved_tools_are_not_on_offer_in_a_row_that_calls_neither(self) -> None:
         """Neither in the preamble nor in the column, so all rows offer the same tools."""
-        by_call = to_row(stored(ended_by(assistant("", final("14.5")))))
-        by_text = to_row(stored(ended_by(assistant("14.5"))))
-        plain = to_row(stored(ended_by(assistant("14.5"), tools=[TEMP])))
+        by_call = to_row(to_record(ended_by(assistant("", final("14.5")))))
+        by_text = to_row(to_record(ended_by(assistant("14.5"))))
+        plain = to_row(to_record(ended_by(assistant("14.5"), tools=[TEMP])))
         for row in (by_call, by_text):
             assert row["conversations"] == plain["conversations"]
             assert json.loads(row["tools"]) == [TEMP]
@@ -625,7 +625,7 @@ class TestFinalAnswer:
         told = {**result("ok\n\nThat is wrong.", id="f"), "notes": ["expected"]}
         refused = [assistant("", final("13")), told]
         row = to_row(
-            stored(
+            to_record(
                 record_of(
                     user(),
                     *refused,
@@ -635,9 +635,9 @@ class TestFinalAnswer:
                 )
             )
         )
-        assert [kind for kind, _ in said(row)] == ["human", "gpt", "tool", "gpt"]
-        assert '{"name": "final_answer", "arguments": {"answer": "13"}}' in said(row)[1][1]
-        assert said(row)[-1] == ("gpt", "<think>\n</think>\n14")
+        assert [kind for kind, _ in read_entries(row)] == ["human", "gpt", "tool", "gpt"]
+        assert '{"name": "final_answer", "arguments": {"answer": "13"}}' in read_entries(row)[1][1]
+        assert read_entries(row)[-1] == ("gpt", "<think>\n</think>\n14")
         assert json.loads(row["tools"]) == OFFERED
         assert row["conversations"][0]["value"].count('"name": "cannot_complete"') == 1
 
@@ -649,25 +649,25 @@ class TestFinalAnswer:
         turn = assistant("", final(answer, id="f1"), final("14", id="f2"), final("15", id="f3"))
         results = [result("r", id="f1", is_error=is_error), result("ok", id="f2")]
         results.append(result("ok", id="f3"))
-        row = to_row(stored(record_of(user(), turn, *results, tools=OFFERED)))
-        assert [kind for kind, _ in said(row)] == ["human", "gpt", "tool", "gpt"]
-        assert said(row)[-1][1].endswith("\n14")
+        row = to_row(to_record(record_of(user(), turn, *results, tools=OFFERED)))
+        assert [kind for kind, _ in read_entries(row)] == ["human", "gpt", "tool", "gpt"]
+        assert read_entries(row)[-1][1].endswith("\n14")
         assert json.loads(row["tools"]) == OFFERED
 
     def test_giving_up_is_a_partial_row_with_its_call(self) -> None:
         gives_up = call('{"reason": "no network"}', id="f", name="cannot_complete")
         record = ended_by(assistant("", gives_up), status="cannot_complete")
-        row = to_row(stored(record))
+        row = to_row(to_record(record))
         assert (row["completed"], row["partial"]) == (False, True)
-        assert [kind for kind, _ in said(row)] == ["human", "gpt", "tool", "gpt", "tool"]
-        assert '"arguments": {"reason": "no network"}' in said(row)[-2][1]
+        assert [kind for kind, _ in read_entries(row)] == ["human", "gpt", "tool", "gpt", "tool"]
+        assert '"arguments": {"reason": "no network"}' in read_entries(row)[-2][1]
         assert json.loads(row["tools"]) == OFFERED
         assert "completion" not in json.loads(row["metadata"])
 
     def test_a_conversation_that_is_not_completed_keeps_the_call(self) -> None:
         """The answer did not end it."""
-        row = to_row(stored(ended_by(assistant("", final("14")), status="budget")))
-        assert said(row)[-1][0] == "tool"
+        row = to_row(to_record(ended_by(assistant("", final("14")), status="budget")))
+        assert read_entries(row)[-1][0] == "tool"
         assert row["num_tool_calls"] == 2
 
     @pytest.mark.parametrize(
@@ -715,15 +715,15 @@ class TestFinalAnswer:
 
     def test_lone_surrogates_of_an_answer_are_replaced(self) -> None:
         turn = assistant("", call('{"answer": "a\\udead"}', id="f", name="final_answer"))
-        line = json.loads(dumps_row(to_row(stored(ended_by(turn)))))
-        assert said(line)[-1] == ("gpt", "<think>\n</think>\na\ufffd")
+        line = json.loads(dumps_row(to_row(to_record(ended_by(turn)))))
+        assert read_entries(line)[-1] == ("gpt", "<think>\n</think>\na\ufffd")
 
     def test_the_answer_has_its_references_replaced(self) -> None:
         """References in it stand for what they name."""
         taken = result("ok", id="f") | {"details": {"text": "All 14.5 of it."}}
         turn = assistant("", final("[[c1]] of it."))
-        row = to_row(stored(record_of(user(), turn, taken, tools=OFFERED)))
-        assert said(row)[-1] == ("gpt", "<think>\n</think>\nAll 14.5 of it.")
+        row = to_row(to_record(record_of(user(), turn, taken, tools=OFFERED)))
+        assert read_entries(row)[-1] == ("gpt", "<think>\n</think>\nAll 14.5 of it.")
 
 
 class TestPausedTurn:
@@ -736,9 +736,9 @@ class TestPausedTurn:
             result("r"),
             assistant("Done."),
         ]
-        row = to_row(stored(record_of(*messages)))
-        assert [kind for kind, _ in said(row)] == ["human", "gpt", "tool", "gpt"]
-        assert said(row)[1][1] == (
+        row = to_row(to_record(record_of(*messages)))
+        assert [kind for kind, _ in read_entries(row)] == ["human", "gpt", "tool", "gpt"]
+        assert read_entries(row)[1][1] == (
             "<think>\nA\n\nB\n</think>\nOne.\n\nTwo.\n"
             '<tool_call>\n{"name": "temp", "arguments": {}}\n</tool_call>'
         )
@@ -764,7 +764,7 @@ class TestPausedTurn:
 
     def test_may_end_in_a_final_answer(self) -> None:
         row = to_row(
-            stored(
+            to_record(
                 record_of(
                     user(),
                     assistant("One."),
@@ -774,7 +774,7 @@ class TestPausedTurn:
                 )
             )
         )
-        assert said(row)[1:] == [("gpt", "<think>\n</think>\nOne.\n\nTwo.\n\n14")]
+        assert read_entries(row)[1:] == [("gpt", "<think>\n</think>\nOne.\n\nTwo.\n\n14")]
 
     def test_a_turn_with_calls_is_not_gone_on_with_before_their_results(self) -> None:
         two = [assistant("", call()), assistant("Hi.")]
@@ -790,7 +790,7 @@ class TestPausedTurn:
     def test_that_the_prompt_began_counts_once(self) -> None:
         record = record_of(user(), assistant("A"), user(), assistant("B"), assistant("C"))
         record["turns"] = record["turns"][2:]
-        metadata = json.loads(to_row(stored(record))["metadata"])
+        metadata = json.loads(to_row(to_record(record))["metadata"])
         assert metadata["reasoning"] == {"assistant_turns": 1, "with_reasoning": 0}
 
 
@@ -800,21 +800,21 @@ class TestNotes:
         noted = {**result("r\n\nNote: again."), "notes": ["repeat", "plan"]}
         told = {**user("That is wrong."), "notes": ["repeat"]}
         row = to_row(
-            stored(
+            to_record(
                 record_of(
                     user(), assistant("", call()), noted, assistant("A"), told, assistant("B")
                 )
             )
         )
-        assert content_of(said(row)[2][1]) == "r\n\nNote: again."
-        assert said(row)[4] == ("human", "That is wrong.")
+        assert content_of(read_entries(row)[2][1]) == "r\n\nNote: again."
+        assert read_entries(row)[4] == ("human", "That is wrong.")
         assert json.loads(row["metadata"])["notes"] == {"plan": 1, "repeat": 2}
 
     def test_those_of_a_parent_are_not_counted_again(self) -> None:
         noted = {**result("r"), "notes": ["repeat"]}
         record = record_of(user(), assistant("", call()), noted, assistant("A"))
         record["turns"][0]["inherited"] = True
-        row = to_row(stored(record))
+        row = to_row(to_record(record))
         assert row["num_turns"] == 1
         assert "notes" not in json.loads(row["metadata"])
 
@@ -825,12 +825,14 @@ class TestNotes:
         results = [result("r"), result("r", id="c2")]
         last = {**assistant("", final("14")), "repairs": [{"call": "f", "name": "finalanswer"}]}
         row = to_row(
-            stored(record_of(user(), turn, *results, last, result("ok", id="f"), tools=OFFERED))
+            to_record(record_of(user(), turn, *results, last, result("ok", id="f"), tools=OFFERED))
         )
         assert json.loads(row["metadata"])["repairs"] == 3
 
     def test_a_row_without_any_does_not_speak_of_them(self) -> None:
-        metadata = json.loads(to_row(stored(record_of(*EXAMPLE, status_reason=None)))["metadata"])
+        metadata = json.loads(
+            to_row(to_record(record_of(*EXAMPLE, status_reason=None)))["metadata"]
+        )
         assert metadata.keys().isdisjoint({"notes", "repairs", "status_reason"})
 
 
@@ -839,11 +841,11 @@ class TestRow:
         """A record may hold more than a row shows."""
         record = record_of(*EXAMPLE)
         more = record | {"subagents": [{"messages": None}], "openings": 3, "more": None}
-        assert dumps_row(to_row(stored(more))) == dumps_row(to_row(stored(record)))
+        assert dumps_row(to_row(to_record(more))) == dumps_row(to_row(to_record(record)))
 
     def test_the_reason_of_an_ending_is_in_the_metadata(self) -> None:
         record = record_of(*EXAMPLE[:5], status="errors", status_reason="5 errors")
-        assert json.loads(to_row(stored(record))["metadata"])["status_reason"] == "5 errors"
+        assert json.loads(to_row(to_record(record))["metadata"])["status_reason"] == "5 errors"
 
     @pytest.mark.parametrize(
         "messages",
@@ -855,14 +857,14 @@ class TestRow:
     )
     def test_a_completed_record_must_end_with_an_answer(self, messages: Any) -> None:
         with pytest.raises(Rejected) as caught:
-            to_row(stored(record_of(*messages)))
+            to_row(to_record(record_of(*messages)))
         assert caught.value.reason == "unfinished"
-        assert to_row(stored(record_of(*messages, status="budget")))["partial"] is True
+        assert to_row(to_record(record_of(*messages, status="budget")))["partial"] is True
 
     def test_a_record_without_replies_is_rejected_with_any_opening(self) -> None:
         record = record_of(user(), assistant("Hi."), user(), status="failed", turns=[])
         with pytest.raises(Rejected) as caught:
-            to_row(stored(record))
+            to_row(to_record(record))
         assert caught.value.reason == "no_reply"
 
     def test_counts_cover_the_replies_and_not_the_opening(self) -> None:
@@ -881,7 +883,7 @@ class TestRow:
         )
         record["turns"] = record["turns"][2:]
         record["api_calls"] = 2
-        row = to_row(stored(record))
+        row = to_row(to_record(record))
         assert (row["api_calls"], row["num_turns"], row["num_tool_calls"]) == (2, 2, 3)
         assert row["has_reasoning"] is False
         metadata = json.loads(row["metadata"])
@@ -893,22 +895,22 @@ class TestRow:
         ]
 
     def test_unknown_usage_stays_null(self) -> None:
-        row = to_row(stored(record_of(user(), assistant("Hi."), usage=None)))
+        row = to_row(to_record(record_of(user(), assistant("Hi."), usage=None)))
         assert json.loads(row["metadata"])["usage"] is None
 
     def test_times_of_the_record_leave_no_trace(self) -> None:
         early = record_of(*EXAMPLE)
         late = record_of(*EXAMPLE, started_at=9.0, attempt=3)
         late["turns"] = [{**turn, "started_at": 99.0, "duration_s": 9.0} for turn in late["turns"]]
-        assert dumps_row(to_row(stored(early))) == dumps_row(to_row(stored(late)))
+        assert dumps_row(to_row(to_record(early))) == dumps_row(to_row(to_record(late)))
 
     def test_setup_and_check_are_not_exported_as_columns(self) -> None:
         """What a check looks for is not to be learnt; without one they are columns like others."""
         row = {"prompt": "x", "setup": "make", "check": "grep 42 a.txt", "source": "mine"}
         judged = record_of(user(), assistant("Hi."), row=row, check={"passed": True})
-        assert json.loads(to_row(stored(judged))["metadata"])["columns"] == {"source": "mine"}
+        assert json.loads(to_row(to_record(judged))["metadata"])["columns"] == {"source": "mine"}
         plain = record_of(user(), assistant("Hi."), row=row)
-        assert "check" in json.loads(to_row(stored(plain))["metadata"])["columns"]
+        assert "check" in json.loads(to_row(to_record(plain))["metadata"])["columns"]
 
 
 class TestLine:
@@ -920,7 +922,7 @@ class TestLine:
     def test_escaped_surrogates_of_a_tool_are_replaced_inside_its_value(self) -> None:
         turn = assistant("", call('{"city": "\\udead"}'))
         messages = user(), turn, result('["\\ud800", "\\ud83d\\ude00"]'), assistant("Done.")
-        row = json.loads(dumps_row(to_row(stored(record_of(*messages)))))
+        row = json.loads(dumps_row(to_row(to_record(record_of(*messages)))))
         assert arguments_of(row["conversations"][2]["value"]) == {"city": "\ufffd"}
         assert content_of(row["conversations"][3]["value"]) == ["\ufffd", "😀"]
 
@@ -939,7 +941,7 @@ class TestLine:
             result(returned),
             assistant(f"a{said}"),
         )
-        row = to_row(stored(record))
+        row = to_row(to_record(record))
         line = dumps_row(row)
         assert line.endswith(b"\n")
         assert line.count(b"\n") == 1
@@ -947,4 +949,4 @@ class TestLine:
         assert list(read) == list(row)
         assert read["conversations"][1]["value"] == f"h{human}"
         assert json.loads(read["tools"]) == [TEMP]
-        assert dumps_row(to_row(stored(json.loads(json.dumps(record))))) == line
+        assert dumps_row(to_row(to_record(json.loads(json.dumps(record))))) == line

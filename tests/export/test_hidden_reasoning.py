@@ -14,9 +14,9 @@ from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.statistics.run import as_text, compute_statistics
 from batch_trajectories.export.training_files import route_record
 from tests.helpers.builders import assistant, call, chat_reply, record_of, result, user
-from tests.helpers.exporting import exported, make_run, rejects, rows
+from tests.helpers.exporting import export_to_dataset, make_run, rejects, rows
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
-from tests.helpers.stored import stored, to_row
+from tests.helpers.stored import to_record, to_row
 
 TOOL = {"name": "temp", "input": {}, "id": "c1", "type": "tool_use"}
 
@@ -85,7 +85,7 @@ def gpt(row: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("reply", HIDDEN.values(), ids=HIDDEN)
 def test_a_turn_with_it_has_no_think_block(reply: Completion) -> None:
-    row = to_row(stored(record_with(reply)))
+    row = to_row(to_record(record_with(reply)))
     assert gpt(row) == ["Hi."]
     assert row["has_reasoning"] is False
     parsed = json.loads(row["metadata"])["reasoning"]
@@ -94,7 +94,7 @@ def test_a_turn_with_it_has_no_think_block(reply: Completion) -> None:
 
 @pytest.mark.parametrize("reply", NOT_HIDDEN.values(), ids=NOT_HIDDEN)
 def test_a_turn_with_hidden_reasoning_has_an_empty_block(reply: Completion) -> None:
-    row = to_row(stored(record_with(reply)))
+    row = to_row(to_record(record_with(reply)))
     assert gpt(row) == ["<think>\n</think>\nHi."]
     assert json.loads(row["metadata"])["reasoning"] == {"assistant_turns": 1, "with_reasoning": 0}
 
@@ -102,7 +102,7 @@ def test_a_turn_with_hidden_reasoning_has_an_empty_block(reply: Completion) -> N
 def test_words_beside_it_are_reasoning() -> None:
     said = {"type": "thinking", "thinking": "Hm.", "signature": "E"}
     reply = anthropic(said, {"type": "redacted_thinking", "data": "Eo"}, TEXT, tokens=90)
-    row = to_row(stored(record_with(reply)))
+    row = to_row(to_record(record_with(reply)))
     assert gpt(row) == ["<think>\nHm.\n</think>\nHi."]
     assert "hidden" not in json.loads(row["metadata"])["reasoning"]
 
@@ -110,7 +110,10 @@ def test_words_beside_it_are_reasoning() -> None:
 def test_a_signature_of_gemini_on_a_call_counts_as_hidden_reasoning() -> None:
     signed = call() | {"extra_content": {"google": {"thought_signature": "Cg"}}}
     record = record_of(user(), assistant("", signed), result("r"), assistant("Hi."))
-    assert [value.startswith("<think>") for value in gpt(to_row(stored(record)))] == [False, True]
+    assert [value.startswith("<think>") for value in gpt(to_row(to_record(record)))] == [
+        False,
+        True,
+    ]
 
 
 def test_each_turn_is_judged_by_its_own_replies() -> None:
@@ -120,7 +123,7 @@ def test_each_turn_is_judged_by_its_own_replies() -> None:
     record = record_of(*given, *own)
     del record["turns"][0]
     record["turns"][1]["usage"] = {"reasoning_tokens": 7}
-    values = gpt(to_row(stored(record)))
+    values = gpt(to_row(to_record(record)))
     assert [value.startswith("<think>\n</think>") for value in values] == [True, False, True]
 
 
@@ -130,7 +133,10 @@ def test_an_answer_by_a_call_is_part_of_its_reply() -> None:
     results = [result("r"), result("ok", id="f")]
     record = record_of(user(), assistant("", *calls), *results, tools=offered)
     record["turns"][0]["usage"] = {"reasoning_tokens": 7}
-    assert [value.startswith("<think>") for value in gpt(to_row(stored(record)))] == [False, False]
+    assert [value.startswith("<think>") for value in gpt(to_row(to_record(record)))] == [
+        False,
+        False,
+    ]
 
 
 def test_split_parallel_calls_have_no_empty_block(tmp_path: Path) -> None:
@@ -161,7 +167,8 @@ def test_other_formats_say_nothing_and_count_it(tmp_path: Path, name: str) -> No
 def test_hidden_reasoning_does_not_satisfy_a_reasoning_filter(tmp_path: Path) -> None:
     record = record_with(HIDDEN["counted"])
     assert (
-        route_record(stored(record), style=Style(require_reasoning=True)).reason == "no_reasoning"
+        route_record(to_record(record), style=Style(require_reasoning=True)).reason
+        == "no_reasoning"
     )
     source = make_run(tmp_path, record, record_with(chat()), record_with(chat(reasoning="Hm.")))
     left_out = rejects(source, formats="openai", filters={"min_reasoning": 1})
@@ -178,7 +185,7 @@ def test_a_filter_leaves_conversations_with_it_out(tmp_path: Path) -> None:
 def test_statistics_and_the_card_count_it(tmp_path: Path) -> None:
     plain, hidden = chat(reasoning="Hm."), HIDDEN["encrypted item"]
     source = make_run(tmp_path, record_with(hidden, plain, chat()))
-    directory, manifest = exported(source, formats="hermes")
+    directory, manifest = export_to_dataset(source, formats="hermes")
     counts = {"assistant_turns": 3, "with_reasoning": 1, "without_reasoning": 2, "hidden": 1}
     assert manifest["statistics"]["reasoning"] == {**counts, "rows_with_any": 1}
     assert "1 more turn had some that the API hides" in (directory / "README.md").read_text()

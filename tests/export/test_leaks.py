@@ -13,7 +13,7 @@ from batch_trajectories.export.conversation.leaks import find_leaks
 from batch_trajectories.export.conversation.reading import find_rewarded_leaks
 from batch_trajectories.records.record_types import Record
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 CHECK = {
     "command": "bash /check/run.sh",
@@ -50,7 +50,7 @@ def conversation(
         "turns": [{}] * len(messages),
         "check": verdict,
     }
-    return stored(record)
+    return to_record(record)
 
 
 def found(*calls: Any, **more: Any) -> list[str]:
@@ -146,7 +146,7 @@ def test_a_stash_or_commit_of_the_conversation_is_its_own() -> None:
 
 
 def test_conversations_without_a_check_are_not_looked_at() -> None:
-    record = stored({"messages": [], "row": {"check": CHECK}, "check": None})
+    record = to_record({"messages": [], "row": {"check": CHECK}, "check": None})
     assert find_leaks(record) == []
 
 

@@ -21,9 +21,9 @@ from batch_trajectories.export.dataset.splits import JoinedSplits
 from batch_trajectories.export.rows.files import Candidate
 from batch_trajectories.export.rows.recipe import Recipe, RunShare, load_recipe
 from tests.helpers.builders import assistant, record_of, user
-from tests.helpers.exporting import exported, make_run, rejects, rows
+from tests.helpers.exporting import export_to_dataset, make_run, rejects, rows
 from tests.helpers.running import lines, run, write_rows
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 QUESTION = "how many sheep does it take to fill the whole of an empty barn by noon"
 
@@ -33,7 +33,7 @@ def answer(text: str, *, question: str = "Go?", passed: bool | None = None) -> d
     return record_of(user(question), assistant(text), check=check)
 
 
-def mixed(*sources: Source) -> Source:
+def mix(*sources: Source) -> Source:
     first, *others = sources
     return replace(first, others=tuple(others))
 
@@ -52,7 +52,7 @@ class TestRates:
     def test_prompts_outside_the_band_are_left_out_and_counted(self, tmp_path: Path) -> None:
         source = samples(tmp_path, 0, 1, 2, 4)
         filters = {"pass_rate": [0.25, 0.5], "exact_duplicates": False}
-        directory, manifest = exported(source, formats="raw", filters=filters)
+        directory, manifest = export_to_dataset(source, formats="raw", filters=filters)
         kept = Counter(row["prompt_id"] for row in lines(directory / "raw/train.jsonl"))
         assert kept == {"t1": 4, "t2": 4}
         assert manifest["rejected_by_reason"] == {"pass_rate": 8}
@@ -131,7 +131,7 @@ class TestCaps:
     def test_only_what_makes_rows_is_counted_for_preferences(self, tmp_path: Path) -> None:
         source = samples(tmp_path, 1, 1, 1, of=2)
         filters = {"max_per": {"model": 2}, "require_passed": True}
-        _, manifest = exported(source, formats="dpo", filters=filters)
+        _, manifest = export_to_dataset(source, formats="dpo", filters=filters)
         assert manifest["formats"][0]["rows"] == 2
         assert manifest["rejected_by_reason"] == {"max_per": 1}
 
@@ -223,10 +223,10 @@ class TestMixes:
         contents = set()
         for order in (runs, runs[::-1], [*runs[2:], *runs[:2]]):
             out = tmp_path / "out"
-            manifest = export_dataset(mixed(*order), recipe, out)
+            manifest = export_dataset(mix(*order), recipe, out)
             files = sorted(path for path in out.rglob("*") if path.is_file())
             contents.add(tuple((path.relative_to(out), path.read_bytes()) for path in files))
-            assert list(find_problems(mixed(*order), out)) == []
+            assert list(find_problems(mix(*order), out)) == []
         assert len(contents) == 1
         assert manifest["tasks"] == 5 * 24
         assert manifest["rejected_by_reason"] == {"evaluation_files": 5, "exact_duplicates": 4}
@@ -250,7 +250,7 @@ class TestMixes:
         )
 
         def split_of_repos(*sources: Source) -> dict[str, str]:
-            export_dataset(mixed(*sources), recipe, tmp_path / "out", replace=True)
+            export_dataset(mix(*sources), recipe, tmp_path / "out", replace=True)
             return {
                 row["row"]["repo"]: split
                 for split in ("train", "test")
@@ -264,7 +264,7 @@ class TestMixes:
     def test_weights_and_counts(self, tmp_path: Path) -> None:
         runs = five_runs(tmp_path)[:3]
         shares = {"run0": {"weight": 3}, "run1": {"weight": 1}, "run2": {"count": 4}}
-        _, manifest = exported(mixed(*runs), formats="raw", runs=shares)
+        _, manifest = export_to_dataset(mix(*runs), formats="raw", runs=shares)
         assert [one["selected"] for one in manifest["runs"]] == [24, 8, 4]
         assert manifest["rejected_by_reason"]["runs"] == 36
 
@@ -289,7 +289,7 @@ class TestMixes:
         """Samples are compared within a run, so each run has its pair."""
         pair = [answer("Good", passed=True), answer("Bad", passed=False)]
         runs = [make_run(tmp_path, *pair, samples=2, name=name) for name in "ab"]
-        _, manifest = exported(mixed(*runs), formats="dpo")
+        _, manifest = export_to_dataset(mix(*runs), formats="dpo")
         assert manifest["formats"][0]["rows"] == 2
         assert [one["selected"] for one in manifest["runs"]] == [2, 2]
 
@@ -300,7 +300,7 @@ class TestMixes:
         identity["dataset"]["source"] = {"only_sound": {"audit": "my_audit", "rows": {"sound": 1}}}
         (runs[1].run_dir / "run.json").write_text(json.dumps(identity))
         share = {"license": "apache-2.0", "prompt_source": "written by us"}
-        out, _ = exported(mixed(*runs), formats="openai", runs={"audited": share})
+        out, _ = export_to_dataset(mix(*runs), formats="openai", runs={"audited": share})
         card = (out / "README.md").read_text()
         assert (
             "| `audited` | 1 of 1 | apache-2.0 | written by us | `my_audit` | not proved |" in card
@@ -326,7 +326,9 @@ def test_every_order_of_joins_gives_the_same_groups(tmp_path: Path) -> None:
     for order in itertools.permutations(range(5), 5):
         splits = JoinedSplits({"train": 0.5, "test": 0.5}, ["repo"], seed=0)
         loaded = [
-            Candidate(stored({"id": f"{n}", "row": {"prompt": links[n][0], "repo": links[n][1]}}))
+            Candidate(
+                to_record({"id": f"{n}", "row": {"prompt": links[n][0], "repo": links[n][1]}})
+            )
             for n in order
         ]
         for one in loaded:

@@ -21,7 +21,7 @@ from batch_trajectories.export.templates.parity import (
 )
 from batch_trajectories.export.templates.template_names import find_templates
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.exporting import exported, make_run
+from tests.helpers.exporting import export_to_dataset, make_run
 from tests.helpers.running import run
 
 ASKED_TWICE = (
@@ -54,17 +54,17 @@ KEPT = THOUGHT.replace("KEY", "reasoning_content")
 DROPPED = "{% if loop.index0 > ns.u %}" + KEPT + "{% endif %}"
 
 
-def judged(folder: Path, text: str, **recipe: Any) -> dict[str, Any]:
+def measure_parity(folder: Path, text: str, **recipe: Any) -> dict[str, Any]:
     file = folder / "t.jinja"
     file.write_text(text)
     source = make_run(folder, record_of(*ASKED_TWICE))
-    directory, manifest = exported(source, formats="openai", **recipe)
+    directory, manifest = export_to_dataset(source, formats="openai", **recipe)
     (found,) = judge_templates(directory, manifest, find_templates(str(file)), max_length=None)
     return found
 
 
 def test_a_template_that_keeps_all_is_proved(tmp_path: Path) -> None:
-    found = judged(tmp_path, template(KEPT))
+    found = measure_parity(tmp_path, template(KEPT))
     assert (found["turns"], found["same"], found["is_proved"]) == (3, 3, True)
     assert (found["with_reasoning"], found["reasoning_lost"]) == (3, 0)
     assert (found["stop_token"], found["mend"]) == ("trained", None)
@@ -72,11 +72,11 @@ def test_a_template_that_keeps_all_is_proved(tmp_path: Path) -> None:
 
 def test_a_stop_token_outside_the_generation_block_is_not_trained(tmp_path: Path) -> None:
     text = template(KEPT).replace("<end>{% endgeneration %}", "{% endgeneration %}<end>")
-    assert judged(tmp_path, text)["stop_token"] == "not trained"
+    assert measure_parity(tmp_path, text)["stop_token"] == "not trained"
 
 
 def test_reasoning_that_is_dropped_changes_contexts_and_is_mended(tmp_path: Path) -> None:
-    found = judged(tmp_path, template(DROPPED))
+    found = measure_parity(tmp_path, template(DROPPED))
     # The answer to the first question follows a turn whose reasoning inference saw.
     assert (found["turns"], found["same"], found["causes"]) == (3, 2, {"context": 1})
     assert found["reasoning_lost"] == 2
@@ -90,13 +90,13 @@ def test_reasoning_that_is_dropped_changes_contexts_and_is_mended(tmp_path: Path
     [{"segments": True, "reasoning": "since_user"}, {"per_turn": True, "reasoning": "field"}],
 )
 def test_the_options_that_mend_prove_the_dataset(tmp_path: Path, recipe: dict[str, Any]) -> None:
-    found = judged(tmp_path, template(DROPPED), **recipe)
+    found = measure_parity(tmp_path, template(DROPPED), **recipe)
     assert (found["turns"], found["same"], found["reasoning_lost"]) == (3, 3, 0)
     assert found["is_proved"]
 
 
 def test_a_template_that_refuses_objects_wants_arguments_as_text(tmp_path: Path) -> None:
-    found = judged(tmp_path, template(KEPT, "'' + c.function.arguments"))
+    found = measure_parity(tmp_path, template(KEPT, "'' + c.function.arguments"))
     assert sum(found["refused"].values()) == 1
     assert found["same"] == 0
     assert found["mend"] == "--arguments text"
@@ -113,11 +113,11 @@ def test_a_template_that_takes_one_call_per_turn_is_refused_and_mended(tmp_path:
         result("b", id="c2"),
         assistant("Done."),
     )
-    directory, manifest = exported(make_run(tmp_path, record_of(*said)), formats="openai")
+    directory, manifest = export_to_dataset(make_run(tmp_path, record_of(*said)), formats="openai")
     (found,) = judge_templates(directory, manifest, find_templates(str(file)), max_length=None)
     assert found["refused"] == {"one call": 1}
     assert found["mend"] == "--parallel_calls split"
-    directory, manifest = exported(
+    directory, manifest = export_to_dataset(
         make_run(tmp_path, record_of(*said)), formats="openai", parallel_calls="split"
     )
     (found,) = judge_templates(directory, manifest, find_templates(str(file)), max_length=None)
@@ -126,10 +126,10 @@ def test_a_template_that_takes_one_call_per_turn_is_refused_and_mended(tmp_path:
 
 def test_the_key_of_reasoning_is_found_and_can_be_exported(tmp_path: Path) -> None:
     text = template(THOUGHT.replace("KEY", "thinking"))
-    found = judged(tmp_path, text)
+    found = measure_parity(tmp_path, text)
     assert found["reasoning_lost"] == 3
     assert found["mend"] == "--reasoning_key thinking"
-    assert judged(tmp_path, text, reasoning_key="thinking")["is_proved"]
+    assert measure_parity(tmp_path, text, reasoning_key="thinking")["is_proved"]
 
 
 def test_a_generation_prompt_that_rows_do_not_have_is_named(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_generation_prompt_that_rows_do_not_have_is_named(tmp_path: Path) -> N
         "\
 {% if add_generation_prompt %}<assistant><think>",
     )
-    assert judged(tmp_path, text)["causes"] == {"generation_prompt": 3}
+    assert measure_parity(tmp_path, text)["causes"] == {"generation_prompt": 3}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_hostile_template_is_bounded(
 ) -> None:
     if why == "took":
         monkeypatch.setattr(judging, "_RENDER_S", 0.05)
-    found = judged(tmp_path, text)
+    found = measure_parity(tmp_path, text)
     assert why in found["failed"]
     assert not found["is_proved"]
     assert "not judged" in next(describe_judgements([found]))
@@ -177,7 +177,7 @@ def test_only_time_on_a_processor_counts(
     monkeypatch.setattr(judging, "_RENDER_S", 0.05)
     monkeypatch.setattr(judging, "_STUCK_S", 1)
     monkeypatch.setattr(judging, "load_chat", lambda _: renders)
-    found = judged(tmp_path, "said")
+    found = measure_parity(tmp_path, "said")
     if failed is None:
         assert found["is_proved"]
     else:
@@ -191,7 +191,7 @@ def test_manifest_and_card_say_what_was_proved_and_the_check_knows_it(tmp_path: 
         (tmp_path / f"{name}.jinja").write_text(template(thought))
     templates = find_templates(f"{tmp_path}/keeps.jinja,{tmp_path}/drops.jinja")
     check_parity_options(recipe, templates, None)
-    directory, manifest = exported(source, formats="openai")
+    directory, manifest = export_to_dataset(source, formats="openai")
     add_parity(
         directory,
         manifest,
@@ -275,18 +275,22 @@ def test_options_that_mend_leave_no_difference_where_an_export_applies_them(
     file.write_text(text)
     said = (*ASKED_TWICE[:4], user("Q2"), assistant("A2"))
     source = make_run(tmp_path, record_of(*said))
-    directory, manifest = exported(source, formats="openai")
+    directory, manifest = export_to_dataset(source, formats="openai")
     (found,) = judge_templates(directory, manifest, find_templates(str(file)), max_length=None)
     assert (found["mend"], found["is_proved"]) == (options, False)
-    directory, manifest = exported(source, formats="openai", **recipe)
+    directory, manifest = export_to_dataset(source, formats="openai", **recipe)
     (found,) = judge_templates(directory, manifest, find_templates(str(file)), max_length=None)
     assert found["is_proved"], found
 
 
 def test_what_no_option_mends_is_said_with_its_reason(tmp_path: Path) -> None:
-    found = judged(tmp_path, template("{% if not m.tool_calls %}" + KEPT + "{% endif %}{{ '' }}"))
+    found = measure_parity(
+        tmp_path, template("{% if not m.tool_calls %}" + KEPT + "{% endif %}{{ '' }}")
+    )
     assert found["mend"] == "--reasoning inline"
-    dropped = judged(tmp_path, template("").replace("{{ m.content }}", "{{ m.content[-2:] }}"))
+    dropped = measure_parity(
+        tmp_path, template("").replace("{{ m.content }}", "{{ m.content[-2:] }}")
+    )
     assert dropped["left"] == [
         "it shows no reasoning in 2 answers",
         "it shows no reasoning in 1 turns with calls",

@@ -31,7 +31,7 @@ from batch_trajectories.records.records import UnreadableRecord
 from batch_trajectories.report.page.writer import write_report
 from tests.export.test_export import BROKEN, EARLY, FAILED, INLINE, PLAIN, THOUGHT, export
 from tests.helpers.builders import assistant, record_of, user
-from tests.helpers.exporting import make_run, worked
+from tests.helpers.exporting import call_record, make_run
 from tests.helpers.running import SCRIPTED, run, write_rows
 
 
@@ -53,7 +53,7 @@ def groups(folder: Path) -> Path:
         check = {"passed": reward > 0.4, "reward": reward}
         usage = {"input_tokens": n, "output_tokens": 2}
         scores = [failed, given, turns]
-        records.append(worked(check=check, scores=scores, cost_usd=0.5, usage=usage))
+        records.append(call_record(check=check, scores=scores, cost_usd=0.5, usage=usage))
     return make_run(folder, *records, samples=2).run_dir
 
 

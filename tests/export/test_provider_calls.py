@@ -13,7 +13,7 @@ from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.tolerance import Tolerance, parse_reasons
 from batch_trajectories.export.conversation.validity import Rejected
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.stored import ROW_FORMATS, row_in, stored
+from tests.helpers.stored import ROW_FORMATS, row_in, to_record
 
 JSON = dict[str, Any]
 
@@ -104,7 +104,7 @@ def record_with(reply: JSON, api: str) -> JSON:
 
 def row(record: JSON, name: str, *accepts: str) -> JSON:
     """The row of a record in a format."""
-    return row_in(name, stored(record), Style(tolerance=Tolerance(parse_reasons(accepts))))
+    return row_in(name, to_record(record), Style(tolerance=Tolerance(parse_reasons(accepts))))
 
 
 @pytest.mark.parametrize("name", ROW_FORMATS)

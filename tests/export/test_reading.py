@@ -21,7 +21,7 @@ from batch_trajectories.records.record_types import decode_record
 from batch_trajectories.records.records import RecordFile, UnreadableRecord
 from tests.helpers.builders import TEMP, assistant, call, record_of, result, user
 from tests.helpers.exporting import make_run, rejects, rows
-from tests.helpers.stored import whole
+from tests.helpers.stored import complete
 
 Record = dict[str, Any]
 
@@ -153,7 +153,7 @@ UNUSUAL: dict[str, Callable[[Record], object]] = {
 
 
 def line_of(record: Record) -> bytes:
-    return add_checksum(exact_json.dumps(whole(record)))
+    return add_checksum(exact_json.dumps(complete(record)))
 
 
 def ending(record: Record) -> str:
@@ -241,7 +241,7 @@ def test_rows_keep_integers_of_any_size(tmp_path: Path) -> None:
     columns = [{"n": long, "share": 0.5}, {"n": 1, "share": 0.5}]
     offered = [{**TEMP, "function": {**TEMP["function"], "parameters": {"maximum": long}}}]
     records = conversation(), conversation(seed=long), conversation(tools=offered)
-    source = sealed(make_run(tmp_path, *records, prompts=columns))
+    source = add_checksums(make_run(tmp_path, *records, prompts=columns))
     exported = rows(source, "hermes")
     metadata = [json.loads(row["metadata"]) for row in exported]
     assert [of_row["columns"].get("n") for of_row in metadata] == [long, 1, None]
@@ -260,11 +260,11 @@ def test_damage_in_a_part_that_no_row_shows_is_found_without_a_checksum(tmp_path
 
 def test_equal_conversations_are_found(tmp_path: Path) -> None:
     """Their parts are read again in full to compare them."""
-    source = sealed(make_run(tmp_path, conversation(), conversation(1), conversation()))
+    source = add_checksums(make_run(tmp_path, conversation(), conversation(1), conversation()))
     assert rejects(source, formats="hermes", filters={}) == {"t2": "exact_duplicates"}
 
 
-def sealed(source: Source) -> Source:
+def add_checksums(source: Source) -> Source:
     """The same run; its records have checksums, as real ones do."""
     path = source.run_dir / "records.jsonl"
     path.write_bytes(b"".join(map(add_checksum, path.read_bytes().splitlines())))

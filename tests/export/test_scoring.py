@@ -27,7 +27,7 @@ from batch_trajectories.records.reader import stored_records
 from batch_trajectories.scoring.asking import ask_all
 from tests.cli.test_looking import on_terminal
 from tests.helpers.answering import JSON, answering
-from tests.helpers.exporting import make_run, rejects, worked
+from tests.helpers.exporting import call_record, make_run, rejects
 from tests.helpers.running import PATIENCE_S, command, lines, run, wait_until
 
 GRADERS = """
@@ -55,7 +55,7 @@ def held(conversation, workspace, row):
 
 def make(folder: Path, count: int, **changes: Any) -> Source:
     (folder / "graders.py").write_text(GRADERS)
-    return make_run(folder, *(worked(f"Answer {n}", **changes) for n in range(count)))
+    return make_run(folder, *(call_record(f"Answer {n}", **changes) for n in range(count)))
 
 
 def scores(source: Source) -> list[dict[str, Any]]:
@@ -89,7 +89,7 @@ class TestFunctions:
 
     def test_that_fail_are_repeated_and_others_are_not(self, tmp_path: Path) -> None:
         (tmp_path / "graders.py").write_text(GRADERS)
-        source = make_run(tmp_path, worked(), worked(), prompts=[{"fault": "x"}, {}])
+        source = make_run(tmp_path, call_record(), call_record(), prompts=[{"fault": "x"}, {}])
         done = run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
         assert (done.returncode, counts(done)) == (1, (2, 1))
         assert "\n          1  graders:length: ValueError: x (graders.py:…)" in done.stdout
@@ -118,7 +118,7 @@ class TestFunctions:
         run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
         (score,) = scores(source)
         kept = {key: score[key] for key in ("source", "version", "rewards", "error")}
-        source = make_run(tmp_path, worked("Answer 0", scores=[kept]), worked())
+        source = make_run(tmp_path, call_record("Answer 0", scores=[kept]), call_record())
         (source.run_dir / "scores.jsonl").unlink()
         done = run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
         assert counts(done) == (1, 0)
@@ -204,7 +204,7 @@ class Judge:
         }
 
 
-def said(text: str, *, tokens: tuple[int, int] | None = (20, 5)) -> JSON:
+def judge_reply(text: str, *, tokens: tuple[int, int] | None = (20, 5)) -> JSON:
     message = {"role": "assistant", "content": text}
     usage = tokens and {"prompt_tokens": tokens[0], "completion_tokens": tokens[1]}
     choice = {"index": 0, "message": message, "finish_reason": "stop"}
@@ -219,10 +219,10 @@ def judging(answer: Callable[[str], tuple[int, JSON]]) -> Iterator[Judge]:
 
 
 def good(word: str) -> tuple[int, JSON]:
-    return 200, said(f"I think.\n0.{word.rstrip('.')}")
+    return 200, judge_reply(f"I think.\n0.{word.rstrip('.')}")
 
 
-def said_by(folder: Path, *command: str) -> str:
+def run_scoring(folder: Path, *command: str) -> str:
     done = run(folder, *command, output_dir=".")
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -250,20 +250,20 @@ class TestAJudge:
         assert line["source"] == "judge:j"
 
         # What it was paid is shown under its own name, apart from what the run has spent.
-        assert "judges $0.4000" in said_by(tmp_path, "stats", "r")
-        status = said_by(tmp_path, "status", "r")
+        assert "judges $0.4000" in run_scoring(tmp_path, "stats", "r")
+        status = run_scoring(tmp_path, "status", "r")
         assert re.search(r"spent in total .*, judges \$0\.4000$", status, re.MULTILINE), status
-        totals = json.loads(said_by(tmp_path, "status", "r", "--json"))
+        totals = json.loads(run_scoring(tmp_path, "status", "r", "--json"))
         assert (totals["judges_usd"], totals["judges_unknown"]) == (pytest.approx(0.4), 0)
         assert totals["spent_usd"] == 0, "the price of the model is unknown"
-        cost = json.loads(said_by(tmp_path, "stats", "r", "--json"))["cost_usd"]
+        cost = json.loads(run_scoring(tmp_path, "stats", "r", "--json"))["cost_usd"]
         assert cost["judges"] == pytest.approx(0.4)
 
     def test_sees_what_its_prompt_asks_for(self, tmp_path: Path) -> None:
         """A text that looks like a place of the prompt stays as it is."""
         prompt = "Q {question} E {expected} {row.by-us} C {conversation} {other} A {answer}"
-        make_run(tmp_path, worked("{question}"), prompts=[{"expected": 4, "by-us": [5]}])
-        with answering(lambda *_: (200, said("1"))) as (url, bodies):
+        make_run(tmp_path, call_record("{question}"), prompts=[{"expected": 4, "by-us": [5]}])
+        with answering(lambda *_: (200, judge_reply("1"))) as (url, bodies):
             done = run(tmp_path, "score", "r", **Judge(url, bodies).options(tmp_path, prompt))
         assert done.returncode == 0, done.stderr
         (text,) = (body["messages"][-1]["content"] for body in bodies)
@@ -285,7 +285,7 @@ class TestAJudge:
             ('{"turn_rewards": [0]}', None, None, "has 1 reward, and the conversation 2 turns"),
         ]
         source = make(tmp_path, len(replies))
-        with judging(lambda word: (200, said(replies[int(word)][0]))) as judge:
+        with judging(lambda word: (200, judge_reply(replies[int(word)][0]))) as judge:
             options = judge.options(tmp_path)
             done = run(tmp_path, "score", "r", **options)
             assert (done.returncode, counts(done)) == (1, (9, 5)), done.stderr
@@ -303,17 +303,17 @@ class TestAJudge:
         length = {"source": "m:length", "version": "1", "rewards": {"length": 900}, "error": None}
         source = make_run(
             tmp_path,
-            worked("early 0", status="length"),
-            worked("<tool_call> 1"),
-            worked("long 2", scores=[length]),
-            worked("secret sk-ant-api03-abcdefghijklmnopqrstuvwxyz0123456789 3"),
-            worked("good 4", scores=[{**length, "rewards": {"length": 9}}]),
-            worked("good 5"),
+            call_record("early 0", status="length"),
+            call_record("<tool_call> 1"),
+            call_record("long 2", scores=[length]),
+            call_record("secret sk-ant-api03-abcdefghijklmnopqrstuvwxyz0123456789 3"),
+            call_record("good 4", scores=[{**length, "rewards": {"length": 9}}]),
+            call_record("good 5"),
         )
         rewards = "{min_rewards: {judge: 1}, max_rewards: {length: 99}, require_passed: judged"
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(f"filters: {rewards}, secrets: patterns}}\nformats: openai\n")
-        with judging(lambda word: (200, said(f"{int(word) % 2}"))) as judge:
+        with judging(lambda word: (200, judge_reply(f"{int(word) % 2}"))) as judge:
             options = judge.options(tmp_path, recipe=recipe)
             done = run(tmp_path, "score", "r", **options)
             assert (done.returncode, counts(done)) == (0, (2, 0)), done.stderr
@@ -329,12 +329,14 @@ class TestAJudge:
 
     def test_says_by_itself_whether_an_answer_is_right(self, tmp_path: Path) -> None:
         """Without a prompt of the user's, at the endpoint of the run."""
-        source = make_run(tmp_path, worked("Oslo"), worked("Rome"), prompts=[{"expected": "Oslo"}])
+        source = make_run(
+            tmp_path, call_record("Oslo"), call_record("Rome"), prompts=[{"expected": "Oslo"}]
+        )
 
         def answer(_: str, body: JSON) -> tuple[int, JSON]:
             text = body["messages"][-1]["content"]
             is_right = "<expected>\nOslo\n" in text and "<answer>\nOslo\n" in text
-            return 200, said("I know.\nRIGHT" if is_right else "WRONG")
+            return 200, judge_reply("I know.\nRIGHT" if is_right else "WRONG")
 
         with answering(answer) as (url, bodies):
             identity = json.loads((source.run_dir / "run.json").read_text())
@@ -351,7 +353,7 @@ class TestAJudge:
 
         The keys are those that it wrote for these questions.
         """
-        source = make_run(tmp_path, *(worked(f"Answer {n}") for n in range(4)))
+        source = make_run(tmp_path, *(call_record(f"Answer {n}") for n in range(4)))
         verdicts: list[JSON] = [
             {"key": key, "reply": reply, "cost_usd": 1.0, "at": 1.5}
             for key, reply in (
@@ -378,7 +380,7 @@ class TestAJudge:
         assert "2 of verdicts.jsonl became scores" in done.stderr
         found = {line["id"]: line["rewards"] for line in scores(source) if not line["error"]}
         assert found == {"t0": {"judge": 1.0}, "t1": {"judge": 0.0}}
-        assert "judges $5.0000" in said_by(tmp_path, "stats", "r"), "once"
+        assert "judges $5.0000" in run_scoring(tmp_path, "stats", "r"), "once"
         (source.run_dir / "verdicts.jsonl").write_text("{}\n")
         done = run(tmp_path, "score", "r", **options)
         assert done.returncode == 2
@@ -387,7 +389,7 @@ class TestAJudge:
     @pytest.mark.slow
     def test_of_an_endpoint_that_waits_is_not_told_for_each_call(self, tmp_path: Path) -> None:
         make(tmp_path, 8)
-        with judging(lambda _: (500, said(""))) as judge:
+        with judging(lambda _: (500, judge_reply(""))) as judge:
             options = judge.options(tmp_path, max_in_flight=8, call_attempts=2)
             done = run(tmp_path, "score", "r", **options)
         assert done.returncode == 4
@@ -398,7 +400,7 @@ class TestAJudge:
     @pytest.mark.slow
     def test_has_the_progress_line_of_runs(self, tmp_path: Path) -> None:
         make(tmp_path, 3)
-        with judging(lambda word: (400, said("")) if word == "1" else good(word)) as judge:
+        with judging(lambda word: (400, judge_reply("")) if word == "1" else good(word)) as judge:
             options = judge.options(tmp_path, prices=PRICES)
             shown = on_terminal(tmp_path, dict(os.environ), "score", "r", returncode=1, **options)
         line = shown.replace("\r\n", "\n").split("judge j: 3")[0].rstrip("\n").rpartition("\r")[2]
@@ -570,7 +572,7 @@ class TestABudget:
 
     def test_counts_a_call_of_unknown_cost_as_its_worst_case(self, tmp_path: Path) -> None:
         source = make(tmp_path, 3)
-        with judging(lambda word: (200, said(f"0.{word}", tokens=None))) as judge:
+        with judging(lambda word: (200, judge_reply(f"0.{word}", tokens=None))) as judge:
             options = judge.options(tmp_path, prices=PRICES, max_tokens=5, max_in_flight=1)
             done = run(tmp_path, "score", "r", **options, max_judge_cost_usd=2)
             assert done.returncode == 3, done.stderr

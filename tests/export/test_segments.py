@@ -21,11 +21,11 @@ from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.segments import Segment, split_segments, views_by_conversation
 from batch_trajectories.records.record_types import Record
 from tests.agent.gateway.talking import TALKS, Recording, Said, Talk, TwoAtOnce, path_for
-from tests.agent.test_options import ANSWER, echo
+from tests.agent.test_options import ANSWER, call_echo
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.exporting import exported, make_run, rows
+from tests.helpers.exporting import export_to_dataset, make_run, rows
 from tests.helpers.playing import SETTINGS, Played, play, say
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 LONG = "R" * 300
 SUMMARIES: dict[str, Any] = {"summarize_over_messages": 6, "summarize_keep": 2}
@@ -49,7 +49,7 @@ def record_from(played: Played, **options: Any) -> dict[str, Any]:
     }
 
 
-def said_in(messages: Sequence[Any]) -> list[Any]:
+def read_texts(messages: Sequence[Any]) -> list[Any]:
     """What messages say, in one form for requests and for views."""
     found = []
     for message in messages:
@@ -74,7 +74,7 @@ def segments(record: Record, *, since_user: bool = False) -> list[Segment]:
 def learnt_views(record: Record) -> list[list[Any]]:
     """What was shown for each turn that a segment learns, as its row has it."""
     return [
-        said_in(segment.messages[:place])
+        read_texts(segment.messages[:place])
         for segment in segments(record)
         for place in segment.learnt
     ]
@@ -86,7 +86,12 @@ def replies_in(part: Mapping[str, Any]) -> int:
 
 STEPS = st.lists(
     st.sampled_from(
-        [echo("a"), echo(LONG), echo("b", content="so"), echo("c", content="x", reasoning=LONG)]
+        [
+            call_echo("a"),
+            call_echo(LONG),
+            call_echo("b", content="so"),
+            call_echo("c", content="x", reasoning=LONG),
+        ]
     ),
     min_size=2,
     max_size=9,
@@ -116,15 +121,22 @@ def test_every_view_is_a_request_that_was_made(
     again = play(
         root, [*steps, *[say(f"S{n}") for n in range(8)]], **given, past=played.events[:killed_at]
     )
-    made = [said_in(request.messages) for request in (*played.requests, *again.requests)]
+    made = [read_texts(request.messages) for request in (*played.requests, *again.requests)]
     record = record_from(again, **given)
-    views = learnt_views(stored(record))
+    views = learnt_views(to_record(record))
     assert all(view in made for view in views)
     assert len(views) == replies_in(record)
 
 
 def test_a_summary_begins_a_segment_and_has_one_of_its_own(tmp_path: Path) -> None:
-    script = [echo("a"), echo("b"), echo("c"), say("THE SUMMARY"), echo("d"), ANSWER]
+    script = [
+        call_echo("a"),
+        call_echo("b"),
+        call_echo("c"),
+        say("THE SUMMARY"),
+        call_echo("d"),
+        ANSWER,
+    ]
     record = record_from(play(tmp_path, script, **SUMMARIES), **SUMMARIES)
     found = rows(make_run(tmp_path, record), "openai", segments=True)
     told = [json.loads(row["metadata"])["segment"] for row in found]
@@ -145,16 +157,30 @@ def test_a_summary_begins_a_segment_and_has_one_of_its_own(tmp_path: Path) -> No
 
 
 def test_records_that_do_not_name_the_summary_go_by_its_time(tmp_path: Path) -> None:
-    script = [echo("a"), echo("b"), echo("c"), say("THE SUMMARY"), echo("d"), ANSWER]
+    script = [
+        call_echo("a"),
+        call_echo("b"),
+        call_echo("c"),
+        say("THE SUMMARY"),
+        call_echo("d"),
+        ANSWER,
+    ]
     record = record_from(play(tmp_path, script, **SUMMARIES), **SUMMARIES)
-    new = learnt_views(stored(record))
+    new = learnt_views(to_record(record))
     for turn in record["turns"]:
         turn.pop("request", None)
-    assert learnt_views(stored(record)) == new
+    assert learnt_views(to_record(record)) == new
 
 
 def test_the_summary_that_a_turn_saw_survives_a_new_beginning(tmp_path: Path) -> None:
-    script = [echo("a"), echo("b"), echo("c"), say("THE SUMMARY"), echo("d"), ANSWER]
+    script = [
+        call_echo("a"),
+        call_echo("b"),
+        call_echo("c"),
+        say("THE SUMMARY"),
+        call_echo("d"),
+        ANSWER,
+    ]
     played = play(tmp_path, script, **SUMMARIES)
     named = [turn.get("request") for turn in played.trajectory.to_record()["turns"]]
     assert named == [None, None, None, *[{"summary": "summary#5"}] * 2]
@@ -176,9 +202,9 @@ def test_subagents_have_rows_with_their_own_tools(tmp_path: Path) -> None:
     assert [json.loads(row["metadata"])["segment"]["of"] for row in found] == ["main", "helper"]
     assert [m["content"] for m in found[1]["messages"]] == ["Help.", "T", "helped"]
     assert found[1]["tools"] == "[]"
-    views = learnt_views(stored(record))
+    views = learnt_views(to_record(record))
     assert views == [
-        said_in(request.messages)
+        read_texts(request.messages)
         for request in (played.requests[0], played.requests[2], played.requests[1])
     ]
 
@@ -192,18 +218,18 @@ def test_records_without_the_tools_of_a_subagent_have_no_row_for_it(tmp_path: Pa
     ]
     record = record_from(play(tmp_path, script, **given), **given)
     del record["inner_tools"]
-    _, manifest = exported(make_run(tmp_path, record), formats="openai", segments=True)
+    _, manifest = export_to_dataset(make_run(tmp_path, record), formats="openai", segments=True)
     told = manifest["formats"][0]["segments"]
     assert (told["conversations"], told["turns"], told["unknown_turns"]) == ({"main": 1}, 2, 1)
 
 
 def test_masked_turns_carry_no_loss_in_segments(tmp_path: Path) -> None:
     script = [
-        echo("a"),
+        call_echo("a"),
         {"tool_calls": [{"name": "fail", "arguments": {}}]},
-        echo("c"),
+        call_echo("c"),
         say("THE SUMMARY"),
-        echo("d"),
+        call_echo("d"),
         ANSWER,
     ]
     record = record_from(play(tmp_path, script, **SUMMARIES), **SUMMARIES)
@@ -255,7 +281,14 @@ def test_reasoning_that_the_endpoint_drops_begins_a_segment(tmp_path: Path) -> N
 def test_formats_without_marks_have_a_row_for_each_turn(
     tmp_path: Path, name: str, last: str
 ) -> None:
-    script = [echo("a"), echo("b"), echo("c"), say("THE SUMMARY"), echo("d"), ANSWER]
+    script = [
+        call_echo("a"),
+        call_echo("b"),
+        call_echo("c"),
+        say("THE SUMMARY"),
+        call_echo("d"),
+        ANSWER,
+    ]
     record = record_from(play(tmp_path, script, **SUMMARIES), **SUMMARIES)
     found = rows(make_run(tmp_path, record), name, segments=True)
     assert [row["id"] for row in found] == [
@@ -271,10 +304,19 @@ def test_formats_without_marks_have_a_row_for_each_turn(
 
 
 def test_a_dataset_of_segments_is_made_again_from_the_records(tmp_path: Path) -> None:
-    script = [echo("a"), echo("b"), echo("c"), say("THE SUMMARY"), echo("d"), ANSWER]
+    script = [
+        call_echo("a"),
+        call_echo("b"),
+        call_echo("c"),
+        say("THE SUMMARY"),
+        call_echo("d"),
+        ANSWER,
+    ]
     record = record_from(play(tmp_path, script, **SUMMARIES), **SUMMARIES)
     source = make_run(tmp_path, record)
-    directory, manifest = exported(source, formats="openai,hermes,llamafactory", segments=True)
+    directory, manifest = export_to_dataset(
+        source, formats="openai,hermes,llamafactory", segments=True
+    )
     assert list(find_problems(source, directory)) == []
     assert manifest["formats"][0]["segments"]["begun"] == {"messages": 1, "start": 2}
     card = (directory / "README.md").read_text()
@@ -307,13 +349,13 @@ class Wire:
         messages = WIRES[self.api].read(path_for(talk), talk.body()).messages
         self.answers += 1
         if not self.recording.ask(talk, Said(f"Reply {self.answers}.", command, thought)):
-            self.sent.append(said_in(messages))
+            self.sent.append(read_texts(messages))
         if command is not None:
             talk.result(f"result {self.answers}")
 
     def check(self) -> list[Segment]:
         """Compare segments with the requests."""
-        record = stored(agents_record(self.recording))
+        record = to_record(agents_record(self.recording))
         views = [in_one_form(view) for view in learnt_views(record)]
         sent = [in_one_form(view) for view in self.sent]
         assert all(view in sent for view in views)

@@ -32,7 +32,7 @@ from tests.helpers.running import SCRIPTED, run
 LINE = {"id": "p1", "text": 'a ,"crc32":"00000000"} and é', "n": 1.5, "schema_version": 2}
 
 
-def flipped(content: bytes, bit: int) -> bytes:
+def flip_bit(content: bytes, bit: int) -> bytes:
     changed = bytearray(content)
     changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)
@@ -42,7 +42,7 @@ def test_every_flip_of_a_line_is_found() -> None:
     line = add_checksum(orjson.dumps(LINE))
     for bit in range(8 * len(line)):
         with pytest.raises(DamagedLine):
-            read_object(flipped(line, bit))
+            read_object(flip_bit(line, bit))
 
 
 def test_a_line_is_read_with_and_without_checksum_and_newline() -> None:
@@ -95,7 +95,7 @@ def test_only_the_task_of_a_flipped_record_runs_again(tmp_path: Path) -> None:
     records = run_dir / "records.jsonl"
     content = records.read_bytes()
     at = content.index(b'"content":"y"') + len(b'"content":"')
-    records.write_bytes(flipped(content, 8 * at))
+    records.write_bytes(flip_bit(content, 8 * at))
     number = content[:at].count(b"\n") + 1
     exported = run(tmp_path, "export", "r")
     assert exported.returncode == 4
@@ -131,7 +131,7 @@ def test_an_identity_that_was_changed_is_named_and_can_be_accepted(tmp_path: Pat
     judge_run_dir(path.parent, tasks=2)
 
 
-def said(text: str, **changes: Any) -> dict[str, Any]:
+def answer_record(text: str, **changes: Any) -> dict[str, Any]:
     return record_of(user(), assistant(text), **changes)
 
 
@@ -144,7 +144,7 @@ def totals_of(folder: Path, *records: dict[str, Any], pending: int = 0) -> RunTo
 
 def test_a_run_that_ends_with_pending_tasks_is_not_complete(tmp_path: Path) -> None:
     """However their records were lost."""
-    totals = totals_of(tmp_path, said("Hi."), pending=3)
+    totals = totals_of(tmp_path, answer_record("Hi."), pending=3)
     code, reason = explain_exit(Outcome(), totals)
     assert code == 4
     assert "3 tasks without a record although the run has ended" in str(reason)
@@ -156,7 +156,7 @@ def test_impossible_token_counts_are_unknown(tmp_path: Path) -> None:
     assert count_or_none(MAX_TOKEN_COUNT - 1) == MAX_TOKEN_COUNT - 1
     # As earlier versions recorded them: three of them fit no 64 bits.
     huge = {"input_tokens": 2**63 - 1, "output_tokens": 5}
-    totals = totals_of(tmp_path, *[said("Hi.", usage=huge)] * 3)
+    totals = totals_of(tmp_path, *[answer_record("Hi.", usage=huge)] * 3)
     assert orjson.dumps(totals.to_json())
     assert (totals.input_tokens, totals.tokens_unknown) == (0, 3)
     assert totals.output_tokens == 15

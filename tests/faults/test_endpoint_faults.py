@@ -154,7 +154,7 @@ def assert_rows_are_what_was_delivered(cwd: Path, events: list[dict[str, Any]]) 
     for event in events:
         if event["event"] == "answered":
             place = paused if event["finish"] == "pause_turn" else delivered
-            place[event["conversation"]].add(said_by(event))
+            place[event["conversation"]].add(journaled_reply(event))
     rows = lines(cwd / "trajectories/r.jsonl") + lines(cwd / "trajectories/r/exports/partial.jsonl")
     for row in rows:
         assert json.loads(row["tools"])
@@ -167,7 +167,7 @@ def assert_rows_are_what_was_delivered(cwd: Path, events: list[dict[str, Any]]) 
         for n, turn in enumerate(turns):
             if turn["from"] != "gpt":
                 continue
-            said = said_in(turn["value"])
+            said = row_reply(turn["value"])
             while said not in delivered[name]:
                 first = next((one for one in paused[name] if begins(said, one)), None)
                 assert first is not None, f"{row['id']}: nobody said {turn['value']!r}"
@@ -186,23 +186,23 @@ def assert_calls_have_results(turns: list[dict[str, str]], n: int) -> None:
         assert [result["name"] for result in results] == [json.loads(c)["name"] for c in calls]
 
 
-def said_by(event: Mapping[str, Any]) -> Said:
+def journaled_reply(event: Mapping[str, Any]) -> Said:
     """What the endpoint said, by its journal."""
     calls = [(call["name"], call["arguments"]) for call in event["calls"]]
     return (
-        squeezed(event["thought"]),
-        squeezed(event["text"]),
+        drop_spaces(event["thought"]),
+        drop_spaces(event["text"]),
         tuple(canonical(name, arguments) for name, arguments in calls),
     )
 
 
-def said_in(value: str) -> Said:
+def row_reply(value: str) -> Said:
     """What the model said, by a row."""
     calls = [json.loads(text) for text in blocks("tool_call", value)]
     rest = re.sub(r"<(think|tool_call)>.*?</\1>", "", value, flags=re.DOTALL)
     return (
-        squeezed("".join(blocks("think", value))),
-        squeezed(rest),
+        drop_spaces("".join(blocks("think", value))),
+        drop_spaces(rest),
         tuple(canonical(call["name"], json.dumps(call["arguments"])) for call in calls),
     )
 
@@ -218,7 +218,7 @@ def canonical(name: str, arguments: str) -> str:
         return json.dumps([name, arguments])
 
 
-def squeezed(text: str) -> str:
+def drop_spaces(text: str) -> str:
     return "".join(text.split())
 
 

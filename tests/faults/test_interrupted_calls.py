@@ -217,7 +217,7 @@ def rebuilds(record: dict[str, Any]) -> int:
     return sum("rebuilt" in resume for resume in record["resumes"])
 
 
-def interrupted(record: dict[str, Any]) -> int:
+def count_interrupted(record: dict[str, Any]) -> int:
     return sum(call_failure(message) == "interrupted" for message in record["messages"])
 
 
@@ -244,7 +244,7 @@ def check_acts(cwd: Path, killed: Killed) -> None:
     """No call ran twice, and those and only those are interrupted that had begun at a kill."""
     ran = Counter((cwd / "done").read_text().split())
     assert set(ran.values()) == {1}, "a call with effects elsewhere was repeated"
-    assert sum(map(interrupted, killed.records)) == killed.begun
+    assert sum(map(count_interrupted, killed.records)) == killed.begun
     calls = len(killed.records) * (TURNS - 1)
     assert calls - killed.begun <= len(ran) <= calls
 
@@ -291,7 +291,7 @@ def test_after_a_loss_of_power_what_may_have_begun_is_not_repeated(tmp_path: Pat
     )
     ran = Counter((tmp_path / "done").read_text().split())
     assert set(ran.values()) == {1}, "a call with effects elsewhere was repeated"
-    assert sum(map(interrupted, killed.records)) >= killed.begun > 0
+    assert sum(map(count_interrupted, killed.records)) >= killed.begun > 0
 
 
 @pytest.mark.long
@@ -355,7 +355,7 @@ def check_undone(
     killed = kill_in_calls(
         cwd / "killed", case, draw, prompts=prompts, kills=kills, moment=moment, after=after
     )
-    assert sum(map(interrupted, killed.records)) == 0
+    assert sum(map(count_interrupted, killed.records)) == 0
     assert killed.rows == whole.rows
     return killed
 
@@ -469,4 +469,4 @@ def test_a_function_that_runs_on_when_its_call_is_repeated_writes_into_no_worksp
     (record,) = lines(run_dir / "records.jsonl")
     told = [message["content"] for message in record["messages"] if message["role"] == "tool"]
     assert told[0] == told[2] == "in time"
-    assert interrupted(record) == (not is_endless)
+    assert count_interrupted(record) == (not is_endless)

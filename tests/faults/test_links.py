@@ -20,7 +20,7 @@ def files_and_directories(run_dir: Path) -> list[Path]:
 
 def test_nothing_is_written_through_a_link_in_a_run_directory(tmp_path: Path) -> None:
     """It may come from somebody else: a link in it would have this user overwrite a file."""
-    given = scripted(tmp_path)
+    given = scripted_options(tmp_path)
     run_dir = tmp_path / "trajectories" / "r"
     assert run(tmp_path, **given).returncode == 0
     for name in (
@@ -77,7 +77,7 @@ def replaced_by_a_link(entry: Path, target: Path) -> Iterator[Path]:
 def test_other_commands_write_through_no_link_either(
     tmp_path: Path, args: tuple[str, ...], name: str
 ) -> None:
-    given = scripted(tmp_path)
+    given = scripted_options(tmp_path)
     assert run(tmp_path, **given).returncode == 0
     (tmp_path / "own.py").write_text("def score(conversation, workspace, row):\n    return 1.0\n")
     target = tmp_path / "mine"
@@ -91,7 +91,7 @@ def test_other_commands_write_through_no_link_either(
 
 @pytest.mark.parametrize("name", ["batches", "inflight", "workspaces"])
 def test_a_repair_removes_nothing_behind_a_link(tmp_path: Path, name: str) -> None:
-    given = scripted(tmp_path)
+    given = scripted_options(tmp_path)
     assert run(tmp_path, **given).returncode == 0
     with replaced_by_a_link(tmp_path / "trajectories" / "r" / name, tmp_path / "mine") as target:
         (target / "worker-0-0.jsonl").touch()
@@ -105,7 +105,7 @@ def test_a_repair_removes_nothing_behind_a_link(tmp_path: Path, name: str) -> No
 
 
 def test_a_run_directory_may_be_a_link_itself(tmp_path: Path) -> None:
-    given = scripted(tmp_path)
+    given = scripted_options(tmp_path)
     (tmp_path / "fast").mkdir()
     (tmp_path / "trajectories").mkdir()
     (tmp_path / "trajectories" / "r").symlink_to(tmp_path / "fast")
@@ -115,7 +115,7 @@ def test_a_run_directory_may_be_a_link_itself(tmp_path: Path) -> None:
 
 
 def test_without_a_umask_only_the_owner_may_write(tmp_path: Path) -> None:
-    given = scripted(tmp_path)
+    given = scripted_options(tmp_path)
     before = os.umask(0)
     try:
         assert run(tmp_path, **given).returncode == 0
@@ -128,7 +128,7 @@ def test_without_a_umask_only_the_owner_may_write(tmp_path: Path) -> None:
     assert [path for path in written if path.stat().st_mode & 0o022] == []
 
 
-def scripted(cwd: Path) -> dict[str, Any]:
+def scripted_options(cwd: Path) -> dict[str, Any]:
     write_rows(cwd / "p.jsonl", {"id": "a", "prompt": "x", "script": [say("done")]})
     return SCRIPTED
 

@@ -70,7 +70,7 @@ ALL = [squeeze, wait, take, take_far_too_much]
 '''
 
 
-def given(cwd: Path, *turns: object) -> dict[str, Any]:
+def run_options(cwd: Path, *turns: object) -> dict[str, Any]:
     (cwd / "own.py").write_text(TOOLS)
     write_rows(cwd / "p.jsonl", {"id": "a", "prompt": "q", "script": [*turns, say("ok")]})
     toolsets = {"enabled_toolsets": "own,terminal", "sandbox": "local", "tools": "own:ALL"}
@@ -94,7 +94,7 @@ def is_stopped_and_goes_on(cwd: Path, options: dict[str, Any], message: str) -> 
 
 @pytest.mark.slow
 def test_no_thread_is_the_machines_failure(tmp_path: Path) -> None:
-    options = given(tmp_path, calls(call("squeeze")), calls(*[call("wait")] * 12))
+    options = run_options(tmp_path, calls(call("squeeze")), calls(*[call("wait")] * 12))
     is_stopped_and_goes_on(tmp_path, options, "can't start new thread; raise the limit")
 
 
@@ -133,7 +133,7 @@ batch_runner.cli()
 def test_a_start_that_is_refused_a_thread_or_process_ends(
     tmp_path: Path, what: str, number: int
 ) -> None:
-    options = {**given(tmp_path), "num_workers": 2, "num_samples": 2}
+    options = {**run_options(tmp_path), "num_workers": 2, "num_samples": 2}
     _, _, *arguments = command(**options)
     done = subprocess.run(
         [sys.executable, "-c", REFUSING, str(number), what, *arguments],
@@ -168,26 +168,26 @@ def test_a_bwrap_that_gets_no_process_is_told_from_one_that_is_forbidden(
     )
     bwrap.chmod(0o755)
     monkeypatch.setenv("PATH", str(bwrap.parent), prepend=os.pathsep)
-    refused = run(tmp_path, **{**given(tmp_path), "sandbox": "bwrap"})
+    refused = run(tmp_path, **{**run_options(tmp_path), "sandbox": "bwrap"})
     assert refused.returncode == exit_code
     assert (says in refused.stderr, advice in refused.stderr) == (True, True)
     assert refused.stderr.count("error: ") == 1
 
 
 def test_no_memory_is_the_machines_failure(tmp_path: Path) -> None:
-    options = given(tmp_path, calls(call("squeeze")), calls(call("take")))
+    options = run_options(tmp_path, calls(call("squeeze")), calls(call("take")))
     is_stopped_and_goes_on(tmp_path, options, "Cannot allocate memory; give it more memory")
 
 
 @pytest.mark.slow
 def test_no_process_is_the_machines_failure(crowded: Path, tmp_path: Path) -> None:
     squeeze = call("squeeze", group=str(crowded))
-    options = given(tmp_path, calls(squeeze), calls(call("terminal", command="ls")))
+    options = run_options(tmp_path, calls(squeeze), calls(call("terminal", command="ls")))
     is_stopped_and_goes_on(tmp_path, options, "Resource temporarily unavailable; raise the limit")
 
 
 def test_one_oversized_value_is_the_tools_failure(tmp_path: Path) -> None:
-    done = run(tmp_path, **given(tmp_path, calls(call("take_far_too_much"))))
+    done = run(tmp_path, **run_options(tmp_path, calls(call("take_far_too_much"))))
     assert done.returncode == 0, done.stderr
     (record,) = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
     assert "MemoryError" in str(record["messages"])

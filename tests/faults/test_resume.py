@@ -347,7 +347,7 @@ def test_with_signed_thoughts(tmp_path: Path) -> None:
     assert any(record["resumes"] for record in records)
 
 
-def traced(cwd: Path, who: strace.Who, options: list[str], given: dict[str, Any]) -> int:
+def run_traced(cwd: Path, who: strace.Who, options: list[str], given: dict[str, Any]) -> int:
     """Run with these options of strace; the exit code."""
     if problem := strace.problem():
         pytest.skip(problem)
@@ -364,7 +364,7 @@ def test_after_the_reply_and_before_its_tools(tmp_path: Path) -> None:
     kill = ["-P", str(workspace), "-e", "inject=mkdir:signal=KILL:when=1"]
     with FakeEndpoint(turns=3, latency_s=0.0, **WRITE_A_NOTE) as endpoint:
         given = asking(endpoint, num_workers=1)
-        assert traced(tmp_path, "worker", kill, given) == 0
+        assert run_traced(tmp_path, "worker", kill, given) == 0
         (record,) = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
         resume = resume_of(record)
         assert (resume["turn"], len(resume["repeated"]), resume["workspace_kept"]) == (1, 1, True)
@@ -382,7 +382,9 @@ def test_during_export(tmp_path: Path) -> None:
         assert run(tmp_path, **given).returncode == 0
         training.unlink()
         # In a start with nothing left to run; after run.json and two smaller files it is its turn.
-        assert traced(tmp_path, "parent", ["-e", "inject=rename:signal=KILL:when=4"], given) == -9
+        assert (
+            run_traced(tmp_path, "parent", ["-e", "inject=rename:signal=KILL:when=4"], given) == -9
+        )
         assert not training.exists()
         (half,) = training.parent.glob(".r.jsonl.*.tmp")
         assert len(lines(half)) == 4

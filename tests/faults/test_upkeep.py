@@ -39,7 +39,7 @@ def three_rows(cwd: Path) -> None:
     )
 
 
-def damaged(cwd: Path) -> None:
+def check_damaged(cwd: Path) -> None:
     """Garbage, a record twice, a torn tail and an old journal."""
     three_rows(cwd)
     assert run(cwd, **SCRIPTED).returncode == 0
@@ -49,7 +49,7 @@ def damaged(cwd: Path) -> None:
     (cwd / "trajectories" / "r" / "inflight" / "worker-0-0.jsonl").write_bytes(b"garbage\n")
 
 
-def repaired(cwd: Path) -> None:
+def check_repaired(cwd: Path) -> None:
     run_dir = cwd / "trajectories" / "r"
     readable = finished_lines_of_all(run_dir)
     done = run(cwd, "verify", "r", "--repair", "--read_data")
@@ -76,7 +76,7 @@ def two_runs(cwd: Path) -> None:
         assert run(cwd, **given).returncode == 0
 
 
-def merged(cwd: Path) -> None:
+def check_merged(cwd: Path) -> None:
     """It is there whole or not at all, and those that it is made of are as they were."""
     place = cwd / "trajectories"
     assert runs_in(place) in (["a", "b"], ["a", "b", "m"])
@@ -96,7 +96,7 @@ def of_hermes_agent(cwd: Path) -> None:
     write_rows(cwd / "theirs" / "batch_0.jsonl", *rows)
 
 
-def imported(cwd: Path) -> None:
+def check_imported(cwd: Path) -> None:
     done = run(cwd, "import", "theirs", format="hermes", **SCRIPTED)
     assert done.returncode == 0, done.stderr
     records = finished_lines(cwd / "trajectories" / "r" / "records.jsonl")
@@ -104,7 +104,7 @@ def imported(cwd: Path) -> None:
     resume_and_judge(cwd, SCRIPTED, tasks=3)
 
 
-def finished(cwd: Path) -> None:
+def finish(cwd: Path) -> None:
     three_rows(cwd)
     assert run(cwd, **SCRIPTED).returncode == 0
 
@@ -117,10 +117,14 @@ def begun_anew(cwd: Path) -> None:
 
 
 WORKS = {
-    "repair": Work(damaged, ["verify", "r", "--repair"], {}, repaired),
-    "merge": Work(two_runs, ["merge", "a", "b"], {"into": "m", "dataset_file": "p.jsonl"}, merged),
-    "import": Work(of_hermes_agent, ["import", "theirs", "--format=hermes"], SCRIPTED, imported),
-    "fresh": Work(finished, ["--fresh"], SCRIPTED, begun_anew),
+    "repair": Work(check_damaged, ["verify", "r", "--repair"], {}, check_repaired),
+    "merge": Work(
+        two_runs, ["merge", "a", "b"], {"into": "m", "dataset_file": "p.jsonl"}, check_merged
+    ),
+    "import": Work(
+        of_hermes_agent, ["import", "theirs", "--format=hermes"], SCRIPTED, check_imported
+    ),
+    "fresh": Work(finish, ["--fresh"], SCRIPTED, begun_anew),
 }
 
 

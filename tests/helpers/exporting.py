@@ -15,17 +15,17 @@ from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.records.tasks import SCHEMA_VERSION
 from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.running import lines, write_rows
-from tests.helpers.stored import whole
+from tests.helpers.stored import complete
 
 
 def bare(id: str, **fields: Any) -> dict[str, Any]:
     """A record of a conversation of one turn, without messages."""
     turn = {"finish_reason": "stop", "started_at": 1.0, "duration_s": 0.5, "usage": None}
     given = {"row": {}, "input_digest": "d", "usage": None, "tools": [], "turns": [turn], **fields}
-    return whole(record_of(id=id, **given))
+    return complete(record_of(id=id, **given))
 
 
-def worked(answer: str = "Done.", **changes: Any) -> dict[str, Any]:
+def call_record(answer: str = "Done.", **changes: Any) -> dict[str, Any]:
     """A record of one call with its result, and an answer."""
     messages = (
         {"role": "system", "content": "Be brief."},
@@ -37,10 +37,10 @@ def worked(answer: str = "Done.", **changes: Any) -> dict[str, Any]:
     return record_of(*messages, **changes)
 
 
-def judged(reward: float | None, answer: str) -> dict[str, Any]:
+def judged_record(reward: float | None, answer: str) -> dict[str, Any]:
     """A record with a reward."""
     check = None if reward is None else {"passed": reward > 0.5, "reward": reward}
-    return worked(answer, check=check)
+    return call_record(answer, check=check)
 
 
 def make_run(
@@ -96,7 +96,7 @@ def _stored(found: Scan, records: Any) -> list[dict[str, Any]]:
     of_task = {"id", "prompt_id", "sample", "input_digest", "row"}
     return [
         {
-            **{key: value for key, value in whole(record).items() if key not in of_task},
+            **{key: value for key, value in complete(record).items() if key not in of_task},
             "id": task.id,
             "prompt_id": task.prompt_id,
             "sample": task.sample,
@@ -107,7 +107,9 @@ def _stored(found: Scan, records: Any) -> list[dict[str, Any]]:
     ]
 
 
-def exported(source: Source, *, replace: bool = True, **recipe: Any) -> tuple[Path, dict[str, Any]]:
+def export_to_dataset(
+    source: Source, *, replace: bool = True, **recipe: Any
+) -> tuple[Path, dict[str, Any]]:
     """Export a run by a recipe; gives the directory of the dataset and its manifest."""
     directory = source.run_dir.parent / "out"
     recipe.setdefault("filters", {"exact_duplicates": False})
@@ -118,14 +120,14 @@ def exported(source: Source, *, replace: bool = True, **recipe: Any) -> tuple[Pa
 
 def rows(source: Source, name: str, **recipe: Any) -> list[dict[str, Any]]:
     """The rows of one format of a run."""
-    directory, _ = exported(source, formats=name, **recipe)
+    directory, _ = export_to_dataset(source, formats=name, **recipe)
     path = directory / name / "train.jsonl"
     return lines(path) if path.exists() else []
 
 
 def rejects(source: Source, **recipe: Any) -> dict[str, str]:
     """The reasons by id why records of a run are in no format, or not in the only one."""
-    directory, manifest = exported(source, **recipe)
+    directory, manifest = export_to_dataset(source, **recipe)
     left_out = {line["id"]: line["reason"] for line in lines(directory / "rejects.jsonl")}
     assert len(left_out) == manifest["rejects"]["rows"]
     return left_out
@@ -133,7 +135,7 @@ def rejects(source: Source, **recipe: Any) -> dict[str, str]:
 
 def why(source: Source, **recipe: Any) -> dict[tuple[str, str | None], str]:
     """Reason and detail of each reject, by id and format."""
-    directory, _ = exported(source, **recipe)
+    directory, _ = export_to_dataset(source, **recipe)
     return {
         (line["id"], line["format"]): f"{line['reason']}: {line['detail']}"
         for line in lines(directory / "rejects.jsonl")

@@ -63,14 +63,14 @@ KEPT: dict[str, Any] = {
 _TURN = {"cost_usd": None, "usage": None, "finish_reason": "stop", "started_at": 1, "duration_s": 0}
 
 
-def whole(record: Mapping[str, Any]) -> dict[str, Any]:
+def complete(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record with all keys that ours have."""
     return {**KEPT, **_whole(record)}
 
 
-def stored(record: Mapping[str, Any]) -> Record:
+def to_record(record: Mapping[str, Any]) -> Record:
     """A record with all keys that ours have, as it is read from its line."""
-    return as_stored(whole(record))
+    return as_stored(complete(record))
 
 
 def row_in(name: str, record: Record, style: Style = _PLAIN) -> dict[str, Any]:

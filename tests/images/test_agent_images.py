@@ -22,7 +22,7 @@ from tests.helpers.running import (
     write_rows,
 )
 from tests.images.test_image_runs import assert_nothing_is_left, records
-from tests.program.test_agent_runs import SCRIPT, options, prompt, scripted
+from tests.program.test_agent_runs import SCRIPT, options, prompt, scripted_agent
 from toolsets.sandbox.inside.processes import descendants
 
 FIXED = "python3 -c 'from pkg.calc import add; assert add(5, 2) == 7'"
@@ -38,7 +38,7 @@ def endpoint() -> Iterator[AgentEndpoint]:
 
 def in_image(images: Path, endpoint: AgentEndpoint, **fields: Any) -> dict[str, Any]:
     """The options of a run whose agent is run by the Python of the image."""
-    agent = scripted(
+    agent = scripted_agent(
         **{
             "command": ["python3", str(SCRIPT), "chat", "--stream", "{prompt}"],
             "version": ["python3", "--version"],

@@ -114,7 +114,7 @@ def test_python_is_not_offered_in_an_image_without_it(tmp_path: Path, images: Pa
     assert log.count("shell:1, which has no python3") == 1
 
 
-def worked_on(cwd: Path, **options: Any) -> dict[str, Any]:
+def run_fixes(cwd: Path, **options: Any) -> dict[str, Any]:
     """The records of `FIXES` and of a row without an image, whose checks are as they should."""
     write_rows(cwd / "p.jsonl", *FIXES, row("lost", "missing:1"))
     done = run(cwd, *FLAGS, max_attempts=1, **options)
@@ -136,7 +136,7 @@ def worked_on(cwd: Path, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_rows_are_worked_on_in_their_images(images: Path, tmp_path: Path) -> None:
-    found = worked_on(tmp_path, images=images, **OPTIONS)
+    found = run_fixes(tmp_path, images=images, **OPTIONS)
     lost = found["lost"]["error"]
     assert lost["class"] == "setup_failed"
     assert "image 'missing:1' is not in" in lost["message"]
@@ -179,11 +179,11 @@ def idle(conversation, workspace, row):
 
 @pytest.mark.slow
 def test_reward_functions_read_the_files_in_the_image(images: Path, tmp_path: Path) -> None:
-    rewarded(tmp_path, images=images, **OPTIONS)
+    run_with_rewards(tmp_path, images=images, **OPTIONS)
     assert_nothing_is_left(tmp_path)
 
 
-def rewarded(tmp_path: Path, **options: Any) -> None:
+def run_with_rewards(tmp_path: Path, **options: Any) -> None:
     """A run whose reward functions find what its conversation left in the image."""
     (tmp_path / "graders.py").write_text(GRADERS)
     command = terminal("sed -i s/-/+/ pkg/calc.py; printf '\\377\\n' > /tmp/outside")
@@ -209,7 +209,7 @@ def kill(process: Any) -> None:
 NOT_UNDONE = {**OPTIONS, "max_rebuild_s": 0}
 
 
-def interrupted(cwd: Path, images: Path) -> Path:
+def run_interrupted(cwd: Path, images: Path) -> Path:
     """A run that was killed in the second turn; returns the workspace of its conversation."""
     turns = (
         terminal("echo kept > /opt-file; sed -i s/-/+/ pkg/calc.py"),
@@ -218,10 +218,10 @@ def interrupted(cwd: Path, images: Path) -> Path:
     )
     check = f"python3 -c '{FIXED}'"
     write_rows(cwd / "p.jsonl", row("a", "python:1", *turns, check=check))
-    return killed(cwd, images)
+    return start_and_kill(cwd, images)
 
 
-def killed(cwd: Path, images: Path) -> Path:
+def start_and_kill(cwd: Path, images: Path) -> Path:
     """Start the run and kill it in the second turn."""
     workspaces = cwd / "trajectories/r/workspaces"
     with started(cwd, *FLAGS, images=images, **NOT_UNDONE) as process:
@@ -233,7 +233,7 @@ def killed(cwd: Path, images: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_killed_conversation_continues_with_its_files(images: Path, tmp_path: Path) -> None:
-    interrupted(tmp_path, images)
+    run_interrupted(tmp_path, images)
     done = run(tmp_path, *FLAGS, images=images, **NOT_UNDONE)
     assert done.returncode == 0, done.stderr
     record = records(tmp_path)["a"]
@@ -248,7 +248,7 @@ def test_a_killed_conversation_continues_with_its_files(images: Path, tmp_path: 
 @pytest.mark.slow
 def test_a_conversation_whose_layer_is_gone_begins_again(images: Path, tmp_path: Path) -> None:
     """Its paid replies stay in the record; no turn follows from files that are not there."""
-    workspace = interrupted(tmp_path, images)
+    workspace = run_interrupted(tmp_path, images)
     workspace.rename(tmp_path / "gone")
     # The second turn is cut off soon this time.
     options = {**NOT_UNDONE, "command_timeout_s": 4, "accept_config_change": "command_timeout_s"}
@@ -270,8 +270,8 @@ def test_a_conversation_that_began_again_continues_after_a_kill(
     images: Path, tmp_path: Path
 ) -> None:
     """Its events from before the new beginning are not its conversation."""
-    interrupted(tmp_path, images).rename(tmp_path / "gone")
-    killed(tmp_path, images)
+    run_interrupted(tmp_path, images).rename(tmp_path / "gone")
+    start_and_kill(tmp_path, images)
     done = run(tmp_path, *FLAGS, images=images, **NOT_UNDONE)
     assert done.returncode == 0, done.stderr
     record = records(tmp_path)["a"]

@@ -12,7 +12,7 @@ pytest.importorskip("obstore", reason="needs the extra `mirror`")
 from batch_trajectories.basics.bucket import Bucket
 from tests.helpers.running import run, write_rows
 from tests.images.test_image_runs import OPTIONS, records, row, terminal
-from tests.mirror.emulators import emulated, needs_emulators
+from tests.mirror.emulators import needs_emulators, run_emulator
 
 pytestmark = [pytest.mark.slow, needs_emulators]
 
@@ -23,7 +23,7 @@ def test_a_run_works_in_images_of_a_bucket(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_rows(tmp_path / "p.jsonl", row("a", "shell:1", terminal("cat sum.sh")))
-    with emulated(kind, tmp_path, monkeypatch) as bucket:
+    with run_emulator(kind, tmp_path, monkeypatch) as bucket:
         url = f"{bucket.url}/images"
         objects = Bucket(url, of_files=True)
         layout = [path for path in (images / "shell").rglob("*") if path.is_file()]

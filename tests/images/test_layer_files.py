@@ -51,7 +51,7 @@ PLAIN = {
 }
 
 
-async def compared(
+async def compare(
     images: Path, tmp_path: Path, did: str, set_up: str
 ) -> tuple[Differences, dict[str, FileState], dict[str, FileState]]:
     """What layers say of two workspaces, and what their sandboxes say of each."""
@@ -79,7 +79,7 @@ async def compared(
 def test_layers_say_what_sandboxes_say(
     images: Path, tmp_path: Path, name: str, set_up: str
 ) -> None:
-    found, ended, begun = asyncio.run(compared(images, tmp_path, DID[name], set_up))
+    found, ended, begun = asyncio.run(compare(images, tmp_path, DID[name], set_up))
     differing = {path for path in {*ended, *begun} if ended.get(path) != begun.get(path)}
     assert differing <= {*found.ended, *found.begun}
     for said, known in ((found.ended, ended), (found.begun, begun)):
@@ -95,17 +95,17 @@ def test_layers_say_what_sandboxes_say(
 def test_what_a_sandbox_could_not_read_is_not_compared(images: Path, tmp_path: Path) -> None:
     for number, did in enumerate(("chmod 300 pkg", "chmod 200 pkg/calc.py", *UNNAMED)):
         with pytest.raises(NotComparable):
-            asyncio.run(compared(images, tmp_path / str(number), did, "true"))
+            asyncio.run(compare(images, tmp_path / str(number), did, "true"))
 
 
 def test_a_link_in_a_layer_leads_nowhere(images: Path, tmp_path: Path) -> None:
     """Paths of the conversation are never resolved out here."""
     with pytest.raises(NotComparable):
-        asyncio.run(compared(images, tmp_path, f"mv {TOP} /x; ln -s / {TOP}", "true"))
+        asyncio.run(compare(images, tmp_path, f"mv {TOP} /x; ln -s / {TOP}", "true"))
     secret = tmp_path / "secret"
     secret.write_text("x")
     did = f"cd {TOP}; ln -s {secret} link; ln -s {tmp_path} pkg2"
-    found, _, _ = asyncio.run(compared(images, tmp_path / "again", did, "true"))
+    found, _, _ = asyncio.run(compare(images, tmp_path / "again", did, "true"))
     assert {path: state.kind for path, state in found.ended.items()} == {
         "link": "link",
         "pkg2": "link",

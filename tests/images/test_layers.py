@@ -22,7 +22,7 @@ from toolsets.images.store import ImageStore, UnpackedImage, find_user
 from toolsets.workspace.removal import remove_tree
 
 
-def unpacked(tmp_path: Path, *layers: list[Entry]) -> Path:
+def unpack(tmp_path: Path, *layers: list[Entry]) -> Path:
     """The tree of an image with these layers."""
     write_layout(tmp_path / "images" / "made", [layer_of(entries) for entries in layers], name="1")
     return ImageStore(tmp_path / "images").unpack("made:1").rootfs
@@ -40,7 +40,7 @@ def content(tree: Path) -> set[str]:
 )
 def test_no_entry_leads_out_of_the_tree(tmp_path: Path, name: str) -> None:
     with pytest.raises(ImageError, match="leads outside"):
-        unpacked(tmp_path, [Entry(name, b"x")])
+        unpack(tmp_path, [Entry(name, b"x")])
     assert not list(tmp_path.rglob("outside"))
 
 
@@ -48,7 +48,7 @@ def test_links_of_an_image_are_followed_within_it_only(tmp_path: Path) -> None:
     """An absolute link means a place in the image; one with too many `..` ends at its root."""
     outside = tmp_path / "outside"
     outside.mkdir()
-    tree = unpacked(
+    tree = unpack(
         tmp_path,
         [
             symlink("absolute", str(outside)),
@@ -67,7 +67,7 @@ def test_links_of_an_image_are_followed_within_it_only(tmp_path: Path) -> None:
 def test_a_file_replaces_a_link_and_does_not_write_through_it(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_text("mine")
-    tree = unpacked(tmp_path, [symlink("file", str(target)), Entry("file", b"theirs")])
+    tree = unpack(tmp_path, [symlink("file", str(target)), Entry("file", b"theirs")])
     assert target.read_text() == "mine"
     assert (tree / "file").read_bytes() == b"theirs"
 
@@ -76,13 +76,13 @@ def test_hard_links_stay_within_the_tree(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_text("mine")
     link = Entry("b", kind=tarfile.LNKTYPE, link="a")
-    tree = unpacked(tmp_path, [Entry("a", b"x"), link])
+    tree = unpack(tmp_path, [Entry("a", b"x"), link])
     assert (tree / "a").samefile(tree / "b")
     for number, bad in enumerate(("../target", str(target), "missing")):
         with pytest.raises(ImageError):
-            unpacked(tmp_path / str(number), [Entry("b", kind=tarfile.LNKTYPE, link=bad)])
+            unpack(tmp_path / str(number), [Entry("b", kind=tarfile.LNKTYPE, link=bad)])
     through = [symlink("out", str(target)), Entry("b", kind=tarfile.LNKTYPE, link="out")]
-    tree = unpacked(tmp_path / "through", through)
+    tree = unpack(tmp_path / "through", through)
     assert (tree / "b").lstat().st_ino == (tree / "out").lstat().st_ino
     assert (tree / "b").is_symlink()
     assert target.stat().st_nlink == 1
@@ -92,7 +92,7 @@ def test_hard_links_stay_within_the_tree(tmp_path: Path) -> None:
 def test_what_is_left_out_is_so_under_all_names(tmp_path: Path, kind: bytes) -> None:
     """Also where it replaces a file of a lower layer, until another replaces it."""
     link = Entry("b", kind=tarfile.LNKTYPE, link="a")
-    tree = unpacked(
+    tree = unpack(
         tmp_path,
         [Entry("a", b"1"), Entry("b", b"2"), Entry("c", b"3")],
         [Entry("a", kind=kind), link, Entry("c", kind=tarfile.LNKTYPE, link="b")],
@@ -105,7 +105,7 @@ def test_what_is_left_out_is_so_under_all_names(tmp_path: Path, kind: bytes) -> 
 
 def test_nothing_gives_rights_to_who_runs_it(tmp_path: Path) -> None:
     """No set-user-id bits, no devices, no pipes."""
-    tree = unpacked(
+    tree = unpack(
         tmp_path,
         [
             Entry("su", b"x", mode=0o6755),
@@ -125,16 +125,16 @@ def test_upper_layers_hide_what_they_say(tmp_path: Path) -> None:
     are in the layer."""
     lower = ("gone", "kept", "d/old", "d/s/old", "o/old", "o/s/old", "o/t/old")
     upper = (".wh.gone", "d/.wh.s", "o/new", "o/s/new", "o/.wh..wh..opq", "o/later", ".wh..wh.plnk")
-    tree = unpacked(tmp_path, [Entry(name) for name in lower], [Entry(name) for name in upper])
+    tree = unpack(tmp_path, [Entry(name) for name in lower], [Entry(name) for name in upper])
     files = {path for path in content(tree) if (tree / path).is_file()}
     assert files == {"kept", "d/old", "o/new", "o/s/new", "o/later"}
     for number, bad in enumerate((".wh..", ".wh...", ".wh.")):
         with pytest.raises(ImageError, match="no layer may have"):
-            unpacked(tmp_path / str(number), [Entry("a/b")], [Entry(f"a/{bad}")])
+            unpack(tmp_path / str(number), [Entry("a/b")], [Entry(f"a/{bad}")])
 
 
 def test_a_directory_replaces_a_link_and_a_file_a_directory(tmp_path: Path) -> None:
-    tree = unpacked(
+    tree = unpack(
         tmp_path,
         [Entry("real/x", b"1"), symlink("a", "real"), Entry("b/c/d", b"1"), directory("ro", 0o555)],
         [directory("a"), Entry("a/y", b"2"), Entry("b", b"2"), Entry("ro/z", b"2")],
@@ -149,22 +149,22 @@ def test_a_directory_replaces_a_link_and_a_file_a_directory(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["proc", "dev", "sys"])
 def test_what_a_sandbox_mounts_over_must_be_a_directory(tmp_path: Path, name: str) -> None:
     with pytest.raises(ImageError, match=f"/{name} of the image is not a directory"):
-        unpacked(tmp_path, [symlink(name, "/etc")])
+        unpack(tmp_path, [symlink(name, "/etc")])
 
 
 def test_layers_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers_module, "MAX_BYTES", 1 << 20)
     with pytest.raises(ImageError, match="larger than"):
-        unpacked(tmp_path, [Entry("zeros", bytes(2 << 20))])
+        unpack(tmp_path, [Entry("zeros", bytes(2 << 20))])
     assert not list((tmp_path / "images").glob(".unpacked-*/*/rootfs"))
 
 
 def test_entries_and_depth_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers_module, "_MAX_ENTRIES", 5)
     with pytest.raises(ImageError, match="more than 5 entries"):
-        unpacked(tmp_path / "many", [Entry(f"{n}") for n in range(3)], [Entry("a")] * 3)
+        unpack(tmp_path / "many", [Entry(f"{n}") for n in range(3)], [Entry("a")] * 3)
     with pytest.raises(ImageError, match="too deep"):
-        unpacked(tmp_path / "deep", [Entry("d/" * 201 + "x")])
+        unpack(tmp_path / "deep", [Entry("d/" * 201 + "x")])
     for name in ("many", "deep"):
         assert not list((tmp_path / name / "images").glob(".unpacked-*/*/rootfs"))
 
@@ -172,7 +172,7 @@ def test_entries_and_depth_are_limited(tmp_path: Path, monkeypatch: pytest.Monke
 def test_zeros_take_no_disk(tmp_path: Path) -> None:
     """A small compressed layer could fill it otherwise."""
     zeros = bytes(8 << 20)
-    tree = unpacked(tmp_path, [Entry("zeros", zeros), Entry("mixed", zeros + b"x" + zeros)])
+    tree = unpack(tmp_path, [Entry("zeros", zeros), Entry("mixed", zeros + b"x" + zeros)])
     assert (tree / "zeros").read_bytes() == zeros
     assert (tree / "mixed").read_bytes() == zeros + b"x" + zeros
     assert (tree / "zeros").stat().st_blocks == 0
@@ -258,13 +258,13 @@ def test_a_bad_list_of_holes_is_refused(tmp_path: Path, layer: bytes, why: str) 
 
 def test_a_header_that_is_too_long_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match="header is too long"):
-        unpacked(tmp_path, [Entry("x" * (2 << 20), b"")])
+        unpack(tmp_path, [Entry("x" * (2 << 20), b"")])
 
 
 OTHER = gzip.compress(layer_of([Entry("a", b"other")]), mtime=0)
 
 
-def damaged(tmp_path: Path, change: bytes | None, number: int) -> ImageStore:
+def damage_image(tmp_path: Path, change: bytes | None, number: int) -> ImageStore:
     """An image one blob of which was changed, or cut off."""
     made = tmp_path / "images" / "made"
     write_layout(made, [layer_of([Entry("a", b"x" * 10_000)])], name="1")
@@ -279,7 +279,7 @@ def damaged(tmp_path: Path, change: bytes | None, number: int) -> ImageStore:
 def test_a_damaged_image_is_refused_with_its_place(
     tmp_path: Path, change: bytes | None, number: int
 ) -> None:
-    store = damaged(tmp_path, change, number)
+    store = damage_image(tmp_path, change, number)
     with pytest.raises(ImageError, match="made"):
         store.unpack("made:1")
     assert not list((tmp_path / "images").glob(".unpacked-*/*/rootfs"))
@@ -375,7 +375,7 @@ def test_the_users_of_an_image(tmp_path: Path) -> None:
         Entry("etc/passwd", b"root:x:0:0::/root:/bin/sh\nme:x:70:71::/home/me:/bin/sh\n"),
         Entry("etc/group", b"root:x:0:\nwheel:x:9:\n"),
     ]
-    image = ImageStore(unpacked(tmp_path, tables).parents[2]).unpack("made:1")
+    image = ImageStore(unpack(tmp_path, tables).parents[2]).unpack("made:1")
     assert find_user(image, None) == ("root", 0, 0, "/root")
     assert find_user(image, "me") == ("me", 70, 71, "/home/me")
     assert find_user(image, "70:wheel") == ("me", 70, 9, "/home/me")

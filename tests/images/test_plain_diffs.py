@@ -72,7 +72,7 @@ def contexts_in(images: Path, *layers: Path) -> list[ToolContext]:
     ]
 
 
-async def done_in(context: ToolContext, command: str) -> None:
+async def run_in(context: ToolContext, command: str) -> None:
     assert isinstance(context.sandbox, BwrapImageSandbox)
     await out(context.sandbox, command)
 
@@ -119,8 +119,8 @@ def test_which_diffs_are_made_of_contents(
         worked, fresh, general = contexts
         try:
             for context in contexts:
-                await done_in(context, SET_UP)
-            await done_in(worked, f"cd {TOP}; {(PLAIN | OTHERS)[name]}")
+                await run_in(context, SET_UP)
+            await run_in(worked, f"cd {TOP}; {(PLAIN | OTHERS)[name]}")
             changes, nested = await find_changes(worked, fresh, TOP, None, Known())
             found = await make_plain(changes, Differ(fresh, TOP, nested))
             monkeypatch.setattr(BwrapImageSandbox, "memory_dir", None)
@@ -155,7 +155,7 @@ def diffs_of(
         layer = tmp_path / f"worked-{number}"
         context = contexts_in(images, layer)[0]
         await begin_diff(context, is_needed=True, known=diffs.known)
-        await done_in(context, f"cd {TOP}; {command}")
+        await run_in(context, f"cd {TOP}; {command}")
         await context.close(remove=False)
 
         async def reopened() -> ToolContext:
@@ -185,8 +185,8 @@ def test_a_mode_counts_as_git_counts_it(images: Path, tmp_path: Path) -> None:
         worked, fresh = contexts_in(images, tmp_path / "worked", tmp_path / "fresh")
         try:
             for context in (worked, fresh):
-                await done_in(context, f"cd {TOP}; chmod 645 pkg/calc.py; touch -d @1 pkg/calc.py")
-            await done_in(worked, f"cd {TOP}; chmod 755 pkg/calc.py")
+                await run_in(context, f"cd {TOP}; chmod 645 pkg/calc.py; touch -d @1 pkg/calc.py")
+            await run_in(worked, f"cd {TOP}; chmod 755 pkg/calc.py")
             return await make_diff(worked, fresh, None)
         finally:
             for context in (worked, fresh):

@@ -14,7 +14,7 @@ from tests.images.conftest import podman
 from tests.images.test_agent_images import FIXED, work
 from tests.images.test_image_runs import records
 from tests.images.test_podman_runs import assert_nothing_is_left
-from tests.program.test_agent_runs import SCRIPT, options, prompt, scripted
+from tests.program.test_agent_runs import SCRIPT, options, prompt, scripted_agent
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("engine")]
 
@@ -30,7 +30,7 @@ def in_container(endpoint: AgentEndpoint, *, inside: bool = True, **fields: Any)
 
     `inside`: its workspace is the image's; else a directory of this machine is mounted.
     """
-    agent = scripted(
+    agent = scripted_agent(
         **{
             "command": ["python3", str(SCRIPT), "chat", "--stream", "{prompt}"],
             "version": ["python3", "--version"],

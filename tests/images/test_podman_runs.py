@@ -23,10 +23,10 @@ from tests.images.test_image_runs import (
     INTERRUPTED,
     OPTIONS,
     kill,
-    rewarded,
     row,
+    run_fixes,
+    run_with_rewards,
     terminal,
-    worked_on,
 )
 from tests.images.test_image_runs import records as records_of
 from tests.images.test_task_runs import forty_tasks, judge_forty_tasks, kill_often, results_of
@@ -65,7 +65,7 @@ def _processes_of(cwd: Path) -> list[str]:
 
 @pytest.mark.usefixtures("engine")
 def test_rows_are_worked_on_in_containers(tmp_path: Path) -> None:
-    found = worked_on(tmp_path, **PODMAN)
+    found = run_fixes(tmp_path, **PODMAN)
     assert "podman does not have it" in found["lost"]["error"]["message"]
     assert "+    return a + b" in found["by the file tools"]["diff"]["patch"]
     assert_nothing_is_left(tmp_path)
@@ -73,7 +73,7 @@ def test_rows_are_worked_on_in_containers(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("engine")
 def test_reward_functions_read_the_files_in_the_container(tmp_path: Path) -> None:
-    rewarded(tmp_path, **PODMAN)
+    run_with_rewards(tmp_path, **PODMAN)
     assert_nothing_is_left(tmp_path)
 
 

@@ -53,7 +53,7 @@ def assert_nothing_is_left(cluster: TwoNodes, cwd: Path) -> None:
     assert str(cwd) not in Path("/proc/self/mounts").read_text()
 
 
-def passed_in(cwd: Path) -> dict[str, bool]:
+def read_verdicts(cwd: Path) -> dict[str, bool]:
     return {name: record["check"]["passed"] for name, record in records(cwd).items()}
 
 
@@ -66,7 +66,7 @@ def test_rows_are_worked_on_in_images_of_nodes(
     given = on_ray(cluster, images=images, ray_storage=storage)
     done = run(tmp_path, "--row_setup", **given)
     assert done.returncode == 0, done.stderr
-    assert passed_in(tmp_path) == {fix["id"]: fix["id"] != "not at all" for fix in FIXES}
+    assert read_verdicts(tmp_path) == {fix["id"]: fix["id"] != "not at all" for fix in FIXES}
     assert_nothing_is_left(cluster, tmp_path)
 
 
@@ -114,7 +114,7 @@ def test_agents_work_in_images_of_nodes(images: Path, tmp_path: Path, cluster: T
             endpoint.answer_all()
             assert process.wait(300) == 0, (tmp_path / "output.txt").read_text()
         found = records(tmp_path)
-        assert passed_in(tmp_path) == dict.fromkeys("abcd", True)
+        assert read_verdicts(tmp_path) == dict.fromkeys("abcd", True)
         assert {record["diverged_at"] for record in found.values()} == {None}
         assert sum(record["api_calls"] for record in found.values()) == 4 * 4
         assert len(endpoint.exchanges) <= 4 * 4 + 4, "so many conversations were in flight"

@@ -46,7 +46,7 @@ def write_images(images: Path) -> None:
     write_layout(images / "same", [base], name="1", config={"WorkingDir": "/lib"})
 
 
-def described(tree: Path) -> dict[str, tuple[int, bytes]]:
+def describe(tree: Path) -> dict[str, tuple[int, bytes]]:
     """The mode and the content of everything in a tree."""
     collected = {}
     for path in [tree, *tree.rglob("*")]:
@@ -79,14 +79,14 @@ def test_images_with_one_base_cost_the_base_once(tmp_path: Path, order: list[str
     """And each is what it is when it is unpacked alone."""
     images = tmp_path / "images"
     write_images(images)
-    body = {name: described(unpack(images, name)) for name in order}
+    body = {name: describe(unpack(images, name)) for name in order}
     assert disk(ImageStore(images).unpacked) < 5.5 * MIB
     for name in order:
         alone = tmp_path / "alone" / name
         alone.mkdir(parents=True)
         (alone / name).symlink_to(images / name)
-        assert body[name] == described(unpack(alone, name))
-    assert body["one"] == described(unpack(images, "one")), "no other has changed it"
+        assert body[name] == describe(unpack(alone, name))
+    assert body["one"] == describe(unpack(images, "one")), "no other has changed it"
     assert ImageStore(images).unpack("same:1").workdir == "/lib"
 
 
@@ -121,9 +121,9 @@ def test_a_file_with_too_many_names_is_copied(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(31, "Too many links")
 
-    whole = described(unpack(images, "two"))
+    whole = describe(unpack(images, "two"))
     monkeypatch.setattr(os, "link", refuse)
     for left in ImageStore(images).unpacked.iterdir():
         if left.is_dir() and not left.name.endswith(".base"):
             left.rename(tmp_path / left.name)
-    assert described(unpack(images, "two")) == whole
+    assert describe(unpack(images, "two")) == whole

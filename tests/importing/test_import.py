@@ -39,7 +39,7 @@ def take(cwd: Path, *sources: Path, name: str = "r") -> tuple[ImportEnd, Path]:
     return end, config.run_dir
 
 
-def exported(run_dir: Path, name: str, out: Path, **recipe: Any) -> Path:
+def export_file(run_dir: Path, name: str, out: Path, **recipe: Any) -> Path:
     stored = StoredRun(run_dir)
     source = Source(stored.path, stored.scan, stored.config.num_samples)
     given = {"formats": name, "filters": {"status": "any"}, **recipe}
@@ -71,12 +71,12 @@ def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_rows_are_equal_after_an_import_and_another_export(
     stored: Path, tmp_path: Path, name: str
 ) -> None:
-    before = exported(stored, name, tmp_path / "before")
+    before = export_file(stored, name, tmp_path / "before")
     end, run_dir = take(tmp_path, before)
     assert not end.unreadable
     after = {
         row["id"] if name != "atif" else row["session_id"]: row
-        for row in lines(exported(run_dir, name, tmp_path / "after"))
+        for row in lines(export_file(run_dir, name, tmp_path / "after"))
     }
     rows = lines(before)
     assert len(rows) == 7 == len(after)
@@ -223,7 +223,7 @@ def session(*rows: dict[str, Any], id: str = "s1") -> Iterable[dict[str, Any]]:
         parent = uuid
 
 
-def said(content: Any, **more: Any) -> dict[str, Any]:
+def user_line(content: Any, **more: Any) -> dict[str, Any]:
     return {"type": "user", "message": {"role": "user", "content": content}, **more}
 
 
@@ -234,7 +234,7 @@ def wrote(id: str, block: dict[str, Any], stop: str = "tool_use", **more: Any) -
     return {"type": "assistant", "message": message, **more}
 
 
-def own(block: dict[str, Any]) -> dict[str, Any]:
+def synthetic_line(block: dict[str, Any]) -> dict[str, Any]:
     """What Claude Code wrote in a model's place."""
     usage = {"input_tokens": 0, "output_tokens": 0}
     message: dict[str, Any] = {"id": secrets.token_hex(), "role": "assistant"}
@@ -257,9 +257,9 @@ def test_a_session_of_claude_code_is_one_record(tmp_path: Path, of_its_own: bool
     text = {"type": "text", "text": "Done."}
     thought = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
     rows = session(
-        said("First"),
+        user_line("First"),
         wrote("m0", {"type": "text", "text": "Hello"}, "end_turn", uuid="hello"),
-        said("And", uuid="and"),
+        user_line("And", uuid="and"),
         {
             "type": "system",
             "subtype": "compact_boundary",
@@ -268,36 +268,36 @@ def test_a_session_of_claude_code_is_one_record(tmp_path: Path, of_its_own: bool
                 "preservedMessages": {"anchorUuid": "top", "uuids": ["hello", "and"]}
             },
         },
-        said("Summary", isCompactSummary=True, isVisibleInTranscriptOnly=True, uuid="top"),
-        said("Rewound"),
+        user_line("Summary", isCompactSummary=True, isVisibleInTranscriptOnly=True, uuid="top"),
+        user_line("Rewound"),
         wrote("gone", text),
-        said("Go on", parentUuid="top", uuid="on"),
+        user_line("Go on", parentUuid="top", uuid="on"),
         wrote("m1", thought),
         wrote("m1", use("a"), uuid="a"),
-        said([gave("a")], uuid="ra"),  # it came while the reply was still being written
+        user_line([gave("a")], uuid="ra"),  # it came while the reply was still being written
         wrote("m1", use("b", "Task"), parentUuid="a", uuid="b"),
-        said([gave("b", [{"type": "text", "text": "found"}])], parentUuid="b"),
+        user_line([gave("b", [{"type": "text", "text": "found"}])], parentUuid="b"),
         wrote("cut", thought),
         wrote("cut2", thought, "end_turn"),
         wrote("x", text, isApiErrorMessage=True),
         wrote("retried", text),
         wrote("part", {"type": "text", "text": "Do"}, "end_turn"),
         wrote("y", text, isApiErrorMessage=True),
-        said("Again"),
+        user_line("Again"),
         wrote("open", thought),
-        own({"type": "text", "text": "Tw"}),
-        said([{"type": "text", "text": "[Request interrupted by user]"}]),
-        said("Now"),
+        synthetic_line({"type": "text", "text": "Tw"}),
+        user_line([{"type": "text", "text": "[Request interrupted by user]"}]),
+        user_line("Now"),
         wrote("early", {"type": "text", "text": "Three"}),
-        said([{"type": "text", "text": "[Request interrupted by user]"}]),
-        own({"type": "text", "text": "No response requested."}),
-        said("End"),
+        user_line([{"type": "text", "text": "[Request interrupted by user]"}]),
+        synthetic_line({"type": "text", "text": "No response requested."}),
+        user_line("End"),
         wrote("m2", text, "end_turn"),
     )
     side = [
         {**line, "uuid": f"side-{n}", "parentUuid": f"side-{n - 1}" if n else None}
         for n, line in enumerate(
-            session(said("Search", isSidechain=True), wrote("s0", text, isSidechain=True))
+            session(user_line("Search", isSidechain=True), wrote("s0", text, isSidechain=True))
         )
     ]
     subagents = tmp_path / "projects" / "p" / "s1" / "subagents"
@@ -478,7 +478,7 @@ def test_replies_that_were_cut_off_in_a_session_of_codex_are_not_learnt(tmp_path
 
 
 def test_what_cannot_be_read_is_named_and_the_rest_is_taken_once(tmp_path: Path) -> None:
-    good = {"messages": [said("Hi")["message"], {"role": "assistant", "content": "Yes."}]}
+    good = {"messages": [user_line("Hi")["message"], {"role": "assistant", "content": "Yes."}]}
     wrong = document(step("Hi", "user"), step(1))
     (tmp_path / "rows.jsonl").write_text(
         "\n".join(
@@ -514,7 +514,8 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_taken_once(tmp_path: Path)
     again, _ = take(tmp_path, *sources)
     assert (again.completed, again.there, len(again.unreadable)) == (1, 1, 7)
     write_rows(
-        tmp_path / "rows.jsonl", {**good, "messages": [*good["messages"], said("?")["message"]]}
+        tmp_path / "rows.jsonl",
+        {**good, "messages": [*good["messages"], user_line("?")["message"]]},
     )
     changed, _ = take(tmp_path, tmp_path / "rows.jsonl")
     assert changed.changed == [f"{tmp_path}/rows.jsonl:1"]
@@ -522,7 +523,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_taken_once(tmp_path: Path)
 
 
 def test_a_damaged_file_of_a_directory_is_named(tmp_path: Path) -> None:
-    good = {"messages": [said("Hi")["message"], {"role": "assistant", "content": "Yes."}]}
+    good = {"messages": [user_line("Hi")["message"], {"role": "assistant", "content": "Yes."}]}
     directory = tmp_path / "all"
     directory.mkdir()
     (directory / "a.jsonl.gz").write_bytes(gzip.compress(json.dumps(good).encode())[:-9])
@@ -563,7 +564,7 @@ def test_rows_with_pictures_in_a_column_are_no_text(
 
 @pytest.mark.slow
 def test_an_imported_run_is_a_run_for_other_commands(tmp_path: Path) -> None:
-    good = {"messages": [said("Hi")["message"], {"role": "assistant", "content": "Yes."}]}
+    good = {"messages": [user_line("Hi")["message"], {"role": "assistant", "content": "Yes."}]}
     write_rows(tmp_path / "rows.jsonl", good, {"messages": []})
     imported = run(tmp_path, "import", "rows.jsonl", "--run_name=r", output_dir="trajectories")
     assert imported.returncode == 1, imported.stderr
@@ -655,7 +656,7 @@ def test_subagents_that_one_call_started_are_all_kept(tmp_path: Path) -> None:
     file.write_text(json.dumps(document))
     end, run_dir = take(tmp_path, file)
     assert not end.unreadable
-    (after,) = lines(exported(run_dir, "atif", tmp_path / "after"))
+    (after,) = lines(export_file(run_dir, "atif", tmp_path / "after"))
     kept = [(one["trajectory_id"], one["extra"]) for one in after["subagent_trajectories"]]
     assert kept == [(name, {"name": name}) for name in names]
     (result,) = after["steps"][1]["observation"]["results"]
@@ -704,7 +705,7 @@ def test_an_import_into_a_run_of_its_own_or_a_bad_name_is_refused(
 def test_a_session_with_a_line_that_cannot_be_read_is_left_out_whole(tmp_path: Path) -> None:
     """Without the line it would be another conversation. Half an emoji is read: Node writes it."""
     done = wrote("m1", {"type": "text", "text": "Done."}, "end_turn")
-    rows = [json.dumps(row) for row in session(said("Hello"), said("Cut HERE."), done)]
+    rows = [json.dumps(row) for row in session(user_line("Hello"), user_line("Cut HERE."), done)]
     torn = [rows[0], rows[1][:40], rows[2]]
     odd = [rows[0], rows[1].replace('"user"', '"robot"', 1), rows[2]]
     empty = [rows[0], rows[1].replace('"message": {', '"message": 7, "x": {'), rows[2]]
@@ -879,7 +880,7 @@ def test_a_reply_of_claude_code_with_a_part_that_no_row_holds_is_refused(
     """Its row would lack what the provider's tool did, or what nobody knows."""
     text = {"type": "text", "text": "found"}
     part: dict[str, Any] = {"type": kind, "id": "x", "name": "web_search", "input": {}}
-    rows = session(said("Find it."), wrote("m1", part), wrote("m1", text, stop="end_turn"))
+    rows = session(user_line("Find it."), wrote("m1", part), wrote("m1", text, stop="end_turn"))
     (tmp_path / "p").mkdir()
     write_rows(tmp_path / "p" / "s1.jsonl", *rows)
     end, run_dir = take(tmp_path, tmp_path / "p")

@@ -48,7 +48,7 @@ def row_of(reader: Any) -> Callable[[Path, Rows], SourceConversation]:
     return read
 
 
-def recorded(found: SourceConversation) -> str:
+def describe_record(found: SourceConversation) -> str:
     """All that a record says of it, and what was left out and named."""
     content = [found.conversation.stored(0.0), found.tools, found.facts, found.columns]
     return json.dumps([content, found.imported, found.agent, found.id, [*map(str, found.problems)]])
@@ -78,7 +78,7 @@ def objects(value: Any, at: At = ()) -> Iterator[At]:
             yield from objects(one, (*at, n))
 
 
-def changed(rows: Rows, at: At, value: Any) -> Rows:
+def change_row(rows: Rows, at: At, value: Any) -> Rows:
     copy: Any = deepcopy(rows)
     place = copy
     for key in at[:-1]:
@@ -105,7 +105,7 @@ def is_named(refusal: str, at: At) -> bool:
     return MARK in refusal or any(key in refusal for key in keys)
 
 
-def said(uuid: str, parent: str | None, content: Any, **more: Any) -> dict[str, Any]:
+def user_line(uuid: str, parent: str | None, content: Any, **more: Any) -> dict[str, Any]:
     message = {"role": "user", "content": content}
     return line("user", uuid, parent, message=message, **more)
 
@@ -126,7 +126,9 @@ def wrote(uuid: str, parent: str, id: str, content: Any, **more: Any) -> dict[st
 PICTURE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 CLAUDE_CODE: Rows = [
     {"type": "queue-operation", "operation": "enqueue", "sessionId": "s", "content": "later"},
-    said("u1", None, "Do it", promptId="p", permissionMode="default", origin={"kind": "human"}),
+    user_line(
+        "u1", None, "Do it", promptId="p", permissionMode="default", origin={"kind": "human"}
+    ),
     {
         "type": "attachment",
         "attachment": {"type": "skill_listing", "content": "- a skill", "names": ["a"]},
@@ -151,7 +153,7 @@ CLAUDE_CODE: Rows = [
             }
         ],
     ),
-    said(
+    user_line(
         "r1",
         "a3",
         [
@@ -184,7 +186,7 @@ CLAUDE_CODE: Rows = [
     },
     line("system", "y1", "q1", subtype="local_command", content="<local-command-stdout>o"),
     line("system", "y2", "y1", subtype="turn_duration", durationMs=5, slug="x"),
-    said("u2", "y2", [{"type": "text", "text": "One"}, {"type": "text", "text": "Two"}]),
+    user_line("u2", "y2", [{"type": "text", "text": "One"}, {"type": "text", "text": "Two"}]),
     wrote("a4", "u2", "m2", "Done."),
     {"type": "ai-title", "aiTitle": "A title", "sessionId": "s"},
 ]
@@ -445,7 +447,7 @@ def test_each_text_of_a_session_is_recorded_or_named(name: str, tmp_path: Path) 
         if is_aside(path_of(rows, at), aside):
             continue
         try:
-            found = recorded(read(tmp_path, changed(rows, at, MARK)))
+            found = describe_record(read(tmp_path, change_row(rows, at, MARK)))
         except Unreadable as error:
             if not is_named(str(error), at):
                 lost.append(f"{at}: the refusal does not name it: {error}")
@@ -465,7 +467,7 @@ def test_a_field_that_no_session_has_is_recorded_or_refused_by_name(
         if not at or is_aside(f"{path_of(rows, at)}.hologram", aside):
             continue
         try:
-            found = recorded(read(tmp_path, changed(rows, (*at, "hologram"), MARK)))
+            found = describe_record(read(tmp_path, change_row(rows, (*at, "hologram"), MARK)))
         except Unreadable as error:
             if "hologram" not in str(error):
                 lost.append(f"{at}: the refusal does not name it: {error}")
@@ -487,7 +489,7 @@ def refusal(name: str, directory: Path, rows: Rows) -> str:
 
 def claude_code_with(*rows: dict[str, Any]) -> Rows:
     """A short session, with lines before its last reply."""
-    head = said("u", None, "Hi")
+    head = user_line("u", None, "Hi")
     parent = "u"
     placed = []
     for n, row in enumerate(rows):
@@ -496,17 +498,17 @@ def claude_code_with(*rows: dict[str, Any]) -> Rows:
     return [head, *placed, wrote("end", parent, "m", "Done.")]
 
 
-def attached(kind: str, **more: Any) -> dict[str, Any]:
+def attachment(kind: str, **more: Any) -> dict[str, Any]:
     return {"type": "attachment", "attachment": {"type": kind, **more}}
 
 
 @pytest.mark.parametrize(
     ("row", "said_then"),
     [
-        (attached("queued_command", prompt="Stop", commandMode="prompt"), ["Stop"]),
-        (attached("queued_command", prompt=[{"type": "text", "text": "Stop"}]), ["Stop"]),
+        (attachment("queued_command", prompt="Stop", commandMode="prompt"), ["Stop"]),
+        (attachment("queued_command", prompt=[{"type": "text", "text": "Stop"}]), ["Stop"]),
         (
-            attached(
+            attachment(
                 "queued_command",
                 prompt="<task-notification>x",
                 commandMode="task-notification",
@@ -519,9 +521,9 @@ def attached(kind: str, **more: Any) -> dict[str, Any]:
             {"type": "system", "subtype": "local_command", "content": "<command-name>"},
             ["<command-name>"],
         ),
-        (attached("skill_listing", content="- a", skillCount=1), []),
-        (attached("hook_success", stdout="ok", hookName="Stop"), []),
-        (attached("file", filename="a", content={"file": {"content": "x"}}), []),
+        (attachment("skill_listing", content="- a", skillCount=1), []),
+        (attachment("hook_success", stdout="ok", hookName="Stop"), []),
+        (attachment("file", filename="a", content={"file": {"content": "x"}}), []),
         ({"type": "system", "subtype": "turn_duration", "durationMs": 1}, []),
         ({"type": "system", "subtype": "api_error", "error": {"message": "overloaded"}}, []),
         ({"type": "system", "subtype": "future", "count": 3}, []),
@@ -557,17 +559,17 @@ def reply(*parts: dict[str, Any], **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("row", "named"),
     [
-        (attached("hologram", content="x"), "2: attachment.type: 'hologram'"),
+        (attachment("hologram", content="x"), "2: attachment.type: 'hologram'"),
         (
-            attached("teammate_mailbox", messages=[{"text": "x"}]),
+            attachment("teammate_mailbox", messages=[{"text": "x"}]),
             "attachment.type: 'teammate_mailbox'",
         ),
-        (attached("queued_command"), "attachment.prompt: it is missing"),
-        (attached("queued_command", prompt=7), "attachment.prompt: it must be text"),
-        (attached("queued_command", prompt="x", aside="y"), "attachment.aside"),
-        (attached("queued_command", prompt=[{"type": "hologram", "text": "x"}]), "prompt[0]"),
+        (attachment("queued_command"), "attachment.prompt: it is missing"),
+        (attachment("queued_command", prompt=7), "attachment.prompt: it must be text"),
+        (attachment("queued_command", prompt="x", aside="y"), "attachment.aside"),
+        (attachment("queued_command", prompt=[{"type": "hologram", "text": "x"}]), "prompt[0]"),
         ({"type": "attachment", "attachment": "x"}, "attachment: it must be an object"),
-        (attached("queued_command", prompt="x") | {"uuid": None}, "uuid: it is missing"),
+        (attachment("queued_command", prompt="x") | {"uuid": None}, "uuid: it is missing"),
         (
             {"type": "hologram", "content": "x"},
             "2: type: 'hologram' is unknown, and the line has cont",
@@ -613,7 +615,7 @@ def queue(operation: str, content: str | None, **more: Any) -> dict[str, Any]:
 
 def test_a_message_that_only_the_queue_of_claude_code_has_is_read(tmp_path: Path) -> None:
     """The desktop client writes no attachment; a copy of one that has is no second message."""
-    first, *rest = claude_code_with(attached("queued_command", prompt="Two [pasted]"))
+    first, *rest = claude_code_with(attachment("queued_command", prompt="Two [pasted]"))
 
     def read(*rows: dict[str, Any]) -> list[str]:
         return contents(FORMATS["claude_code"][0](tmp_path, [first, *rows, *rest[-1:]]))
@@ -856,7 +858,7 @@ def atif_with(agent_step: Mapping[str, Any], **more: Any) -> Rows:
     return [{**document, "steps": steps, **more}]
 
 
-def acted(call: Mapping[str, Any] | None = None, **given: Any) -> dict[str, Any]:
+def step_with_call(call: Mapping[str, Any] | None = None, **given: Any) -> dict[str, Any]:
     made = {"tool_call_id": "c", "function_name": "f", "arguments": {}, **(call or {})}
     return {
         "tool_calls": [made],
@@ -875,22 +877,32 @@ REFERS = [{"trajectory_id": "sub"}]
         (atif_with({"train": False}), "steps[1].train"),
         (atif_with({}, hologram="x"), "hologram: it is unknown"),
         (atif_with({}, agent={"name": "a", "version": "1", "prompt": "x"}), "agent.prompt"),
-        (atif_with({"source": "user", "tool_calls": acted()["tool_calls"]}), "steps[1].tool_calls"),
+        (
+            atif_with({"source": "user", "tool_calls": step_with_call()["tool_calls"]}),
+            "steps[1].tool_calls",
+        ),
         (atif_with({"source": "user", "reasoning_content": "x"}), "steps[1].reasoning_content"),
         (atif_with({"source": "system", "reasoning_content": "x"}), "steps[1].reasoning_content"),
-        (atif_with(acted({"why": "x"}, content="o")), "steps[1].tool_calls[0].why"),
-        (atif_with(acted(content="o", error="x")), "steps[1].observation.results[0].error"),
+        (atif_with(step_with_call({"why": "x"}, content="o")), "steps[1].tool_calls[0].why"),
+        (
+            atif_with(step_with_call(content="o", error="x")),
+            "steps[1].observation.results[0].error",
+        ),
         (atif_with({"observation": {"results": [], "text": "x"}}), "steps[1].observation.text"),
         (
-            atif_with(acted(content="o", subagent_trajectory_ref=REFERS)),
+            atif_with(step_with_call(content="o", subagent_trajectory_ref=REFERS)),
             "subagent_trajectory_ref[0].traj",
         ),
         (
-            atif_with(acted(subagent_trajectory_ref=[{"trajectory_path": "a.json"}])),
+            atif_with(step_with_call(subagent_trajectory_ref=[{"trajectory_path": "a.json"}])),
             "results[0].content: it is missing, and subagent_trajectory_ref",
         ),
         (
-            atif_with(acted(content="o", subagent_trajectory_ref=[{"trajectory_id": "x", "b": 1}])),
+            atif_with(
+                step_with_call(
+                    content="o", subagent_trajectory_ref=[{"trajectory_id": "x", "b": 1}]
+                )
+            ),
             "subagent_trajectory_ref[0].b",
         ),
         (atif_with({"message": [{"type": "hologram", "text": "x"}]}), "steps[1].message[0]"),
@@ -900,7 +912,7 @@ REFERS = [{"trajectory_id": "sub"}]
         (atif_with({"message": [{"type": "image", "text": "x"}]}), "message[0].text"),
         (atif_with({"message": 7}), "steps[1].message"),
         (atif_with({"source": "robot"}), "steps[1].source"),
-        (atif_with(acted(content=[{"type": "hologram"}])), "results[0].content[0]"),
+        (atif_with(step_with_call(content=[{"type": "hologram"}])), "results[0].content[0]"),
         (
             atif_with({}, subagent_trajectories=atif_with({"b": "x"})),
             "subagent_trajectories[0].steps[1].b",
@@ -922,9 +934,11 @@ def test_what_a_document_of_atif_has_beside_its_format_is_refused_by_name(
         atif_with(
             {}, notes="x", continued_trajectory_ref="b.json", final_metrics={"total_steps": 2}
         ),
-        atif_with(acted({"extra": {"a": "b"}}, content="o", extra={"is_error": True})),
-        atif_with(acted(content=None)),
-        atif_with(acted(content="", subagent_trajectory_ref=[{"trajectory_path": "a.json"}])),
+        atif_with(step_with_call({"extra": {"a": "b"}}, content="o", extra={"is_error": True})),
+        atif_with(step_with_call(content=None)),
+        atif_with(
+            step_with_call(content="", subagent_trajectory_ref=[{"trajectory_path": "a.json"}])
+        ),
         atif_with({"hologram": None, "tool_calls": None, "observation": None}),
         atif_with({"source": "user", "tool_calls": [], "model_name": None}),
     ],

@@ -23,8 +23,8 @@ from batch_trajectories.importing.readers import atif, openai, sharegpt
 from batch_trajectories.records.reader import stored_records
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.tasks import Task
-from tests.helpers.exporting import exported, make_run
-from tests.helpers.stored import row_in, whole
+from tests.helpers.exporting import export_to_dataset, make_run
+from tests.helpers.stored import complete, row_in
 
 CONVERSATIONS = 1_000
 
@@ -141,7 +141,7 @@ def conversation(rng: random.Random) -> dict[str, Any]:
         }
         for name in TOOLS
     ]
-    return whole({"messages": messages, "turns": [{}] * replies, "tools": tools})
+    return complete({"messages": messages, "turns": [{}] * replies, "tools": tools})
 
 
 def arguments(rng: random.Random) -> str:
@@ -171,7 +171,7 @@ def again(found: SourceConversation) -> Record:
     return as_stored(found.record(task, "c", 0.0, {"format": "f", "file": "p", "line": 1}))
 
 
-def written_in(name: str, row: dict[str, Any]) -> Any:
+def read_row(name: str, row: dict[str, Any]) -> Any:
     """What a row says of the conversation and its tools."""
     if name == "atif":
         kept = ("source", "message", "reasoning_content", "tool_calls", "observation")
@@ -187,7 +187,7 @@ def _without_gap(value: Any) -> Any:
     return re.sub(r"(?<=</think>)\s+", "", value) if isinstance(value, str) else value
 
 
-def told(record: Record, name: str) -> list[Any]:
+def read_record(record: Record, name: str) -> list[Any]:
     """What a conversation says, as far as a format holds it."""
     return [_told(entry, name) for entry in read_conversation(record).entries]
 
@@ -242,9 +242,9 @@ def test_conversations_come_back_equal(number: int) -> None:
             continue
         written += 1
         found = again(read(name, row))
-        assert written_in(name, row_in(name, found, style)) == written_in(name, row)
+        assert read_row(name, row_in(name, found, style)) == read_row(name, row)
         if style in (Style(), STYLES[5][1]):
-            assert told(found, name) == told(record, name)
+            assert read_record(found, name) == read_record(record, name)
         if name == "openai" or style.system == "saved":
             assert joined_system_prompt(found.messages) == joined_system_prompt(record.messages)
 
@@ -267,11 +267,11 @@ def test_files_come_back_equal(tmp_path: Path, names: str) -> None:
             continue
         records.append({**record, "id": f"r{len(records)}"})
     source = make_run(tmp_path, *records)
-    directory, _ = exported(source, formats=names)
+    directory, _ = export_to_dataset(source, formats=names)
     files = directory / (f"{name}_{copies}" if copies else name)
     place = files if copies == "hf" else next(files.glob("train*"))
     end, config, _ = import_conversations([place], "again", tmp_path)
     assert (end.completed, end.unreadable) == (len(records), [])
-    found = {record.id: told(record, name) for record in stored_records(config.run_dir)}
-    before = {record.id: told(record, name) for record in stored_records(source.run_dir)}
+    found = {record.id: read_record(record, name) for record in stored_records(config.run_dir)}
+    before = {record.id: read_record(record, name) for record in stored_records(source.run_dir)}
     assert sorted(found.items()) == sorted(before.items())

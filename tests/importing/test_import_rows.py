@@ -32,7 +32,7 @@ def chat(*pairs: tuple[str, Any], **of_last: Any) -> list[dict[str, Any]]:
     return made
 
 
-def seen(found: SourceConversation) -> list[tuple[str, str]]:
+def read_messages(found: SourceConversation) -> list[tuple[str, str]]:
     """Roles and texts; of replies with calls also these, of results their calls."""
     shown: list[tuple[str, str]] = []
     for message in found.conversation.messages:
@@ -147,7 +147,7 @@ def test_calls_and_results_have_many_forms(reply: dict[str, Any], result: Any, t
             *chat(("assistant", "y")),
         ]
         for row in ({"messages": messages}, {"conversations": messages}):
-            assert seen(read(**row)) == [
+            assert read_messages(read(**row)) == [
                 ("user", "x"),
                 ("assistant", ASKED[1]),
                 ("tool", f"call_1_0 look: {text}"),
@@ -166,7 +166,7 @@ def test_results_are_matched_by_ids_names_and_order() -> None:
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a1", "content": "1"}]},
         {"role": "user", "content": "And?"},
     ]
-    assert seen(read(messages=messages))[2:] == [
+    assert read_messages(read(messages=messages))[2:] == [
         ("tool", "b2 b: 3"),
         ("tool", "b1 b: 2"),
         ("tool", "a1 a: 1"),
@@ -223,7 +223,10 @@ def test_what_says_nothing_or_is_a_note_is_left_out() -> None:
     notes = {"id": "m1", "timestamp": 7, "extra": {"cost": 1}, "model": "m", "type": "message"}
     agents = {"agent": "main", "message_type": "action", "thought": "y", "action": "ls"}
     reply = {"role": "assistant", "content": "y", **empty, **notes, **agents}
-    assert seen(read(messages=[*chat(("user", "x")), reply])) == [("user", "x"), ("assistant", "y")]
+    assert read_messages(read(messages=[*chat(("user", "x")), reply])) == [
+        ("user", "x"),
+        ("assistant", "y"),
+    ]
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
@@ -257,13 +260,16 @@ def test_marks_say_which_replies_are_learnt(mark: str, off: Any, on: Any) -> Non
 def test_the_system_prompt_in_a_column_is_the_first_message() -> None:
     plain = turns(("human", "x"), ("gpt", "y"))
     for column in ("system", "system_prompt"):
-        assert seen(read(conversations=plain, **{column: "Be brief."}))[0] == (
+        assert read_messages(read(conversations=plain, **{column: "Be brief."}))[0] == (
             "system",
             "Be brief.",
         )
-        assert seen(read(messages=chat(("user", "x")), **{column: "Be brief."}))[0][0] == "system"
+        assert (
+            read_messages(read(messages=chat(("user", "x")), **{column: "Be brief."}))[0][0]
+            == "system"
+        )
     both = turns(("system", "Be brief."), *plain_pairs(plain))
-    assert len(seen(read(conversations=both, system="Be brief."))) == 3
+    assert len(read_messages(read(conversations=both, system="Be brief."))) == 3
     assert refusal(conversations=both, system="Be long.").startswith("system: ")
     assert refusal(conversations=plain, system=7) == "system: it must be text or a list of parts"
 
@@ -331,7 +337,7 @@ AND_SECOND = "|call_1_1 look {}"
 )
 def test_calls_of_llamafactory_swift_and_adp(entries: Any, expected: list[str]) -> None:
     found = read(conversations=turns(("human", "x"), *entries))
-    assert [text for _, text in seen(found)[1:]] == expected
+    assert [text for _, text in read_messages(found)[1:]] == expected
 
 
 @pytest.mark.parametrize(
@@ -395,8 +401,10 @@ def test_tools_in_a_system_prompt_are_offered(tools: str, prompt: str, own: list
     ):
         found = read(**row)
         assert (names(found) or [])[0] == "look"
-        assert [text for role, text in seen(found) if role == "system"] == [*filter(None, own)]
-        assert seen(found)[-1][1] == ASKED[1]
+        assert [text for role, text in read_messages(found) if role == "system"] == [
+            *filter(None, own)
+        ]
+        assert read_messages(found)[-1][1] == ASKED[1]
 
 
 @pytest.mark.parametrize(
@@ -422,7 +430,7 @@ def test_results_in_tags_are_of_any_kind(body: str, text: str, who: str) -> None
     for results in ([(who, f"{block}\n{block}")], [(who, block), (who, f"{block}\n")]):
         entries = turns(("human", "x"), ("gpt", call), *results, ("gpt", "y"))
         for row in ({"conversations": entries}, {"messages": chat(*plain_pairs(entries))}):
-            assert seen(read(**row))[1:] == [
+            assert read_messages(read(**row))[1:] == [
                 ("assistant", f"I look.{ASKED[1]}|call_1_1 look {ARGUMENTS}"),
                 ("tool", f"call_1_0 look: {text}"),
                 ("tool", f"call_1_1 look: {text}"),
@@ -432,9 +440,11 @@ def test_results_in_tags_are_of_any_kind(body: str, text: str, who: str) -> None
 
 def test_a_reply_that_speaks_of_tags_is_text() -> None:
     words = 'Write <tool_call>{"name": "f"}</tool_call> to call.'
-    assert seen(read(messages=chat(("user", "How?"), ("assistant", words))))[1][1] == words
+    assert read_messages(read(messages=chat(("user", "How?"), ("assistant", words))))[1][1] == words
     words = "Write <tool_call> first."
-    assert seen(read(conversations=turns(("human", "How?"), ("gpt", words))))[1][1] == words
+    assert (
+        read_messages(read(conversations=turns(("human", "How?"), ("gpt", words))))[1][1] == words
+    )
 
 
 @pytest.mark.parametrize("column", ["chosen", "rejected", "rejected_response"])
@@ -471,7 +481,7 @@ def test_a_picture_that_a_model_made_is_noted(column: str) -> None:
 def test_messages_may_be_text() -> None:
     messages = chat(("user", "x"), ("assistant", "y"))
     for given in (json.dumps(messages), str(messages), [json.dumps(one) for one in messages]):
-        assert seen(read(messages=given)) == [("user", "x"), ("assistant", "y")]
+        assert read_messages(read(messages=given)) == [("user", "x"), ("assistant", "y")]
     wrong: list[Any] = ["[", [7], 5, [], "x"]
     for one in wrong:
         assert refusal(messages=one).startswith("messages")
@@ -494,7 +504,7 @@ def test_what_mini_swe_agent_adds_to_messages_is_left_out() -> None:
     end = {"role": "exit", "content": "diff", "extra": {"exit_status": "Submitted"}}
     messages = [*chat(("user", "x")), reply, result, end]
     found = read(messages=messages, trajectory_format="mini-swe-agent-1.1")
-    assert [role for role, _ in seen(found)] == ["user", "assistant", "tool"]
+    assert [role for role, _ in read_messages(found)] == ["user", "assistant", "tool"]
     assert refusal(messages=messages).startswith("messages[3].role: 'exit'")
     copies["citations"] = "https://h"
     said = refusal(messages=messages[:3])
@@ -530,10 +540,12 @@ def test_tools_of_several_places_count_together() -> None:
     ):
         found = read(**row)
         assert sorted(names(found) or ()) == ["look", "other"]
-        assert "<tools>" not in "".join(text for role, text in seen(found) if role == "system")
+        assert "<tools>" not in "".join(
+            text for role, text in read_messages(found) if role == "system"
+        )
     blocks = f"A.\n{offering(LOOK)}\nB.\n{offering(OTHER)}\nC.\n{offering(third)} D."
     found = read(conversations=turns(("system", blocks), *plain))
-    assert seen(found)[0][1] == "A.\nBe kind.\nB.\nBe kind.\nC.\nBe kind.\nD."
+    assert read_messages(found)[0][1] == "A.\nBe kind.\nB.\nBe kind.\nC.\nBe kind.\nD."
     assert len(found.tools or ()) == 3
 
 
@@ -556,7 +568,7 @@ def test_tools_of_one_name_that_differ_are_refused() -> None:
 def test_tags_that_offer_no_tool_are_words() -> None:
     text = "Write <tools>[]</tools>"
     found = read(conversations=turns(("system", text), ("human", "x"), ("gpt", "y")), tools="")
-    assert (seen(found)[0][1], found.tools) == (text, [])
+    assert (read_messages(found)[0][1], found.tools) == (text, [])
 
 
 def test_a_system_prompt_may_be_a_list_of_parts() -> None:
@@ -568,7 +580,7 @@ def test_a_system_prompt_may_be_a_list_of_parts() -> None:
         {"messages": [{"role": "system", "content": parts}, *plain], "system": "Be brief."},
         {"messages": plain, "system_message": "Be brief."},
     ):
-        assert seen(read(**row))[0] == ("system", "Be brief.")
+        assert read_messages(read(**row))[0] == ("system", "Be brief.")
     picture = {"type": "image_url", "image_url": {"url": "u"}}
     for row in (
         {"messages": plain, "system": [*parts, picture]},
@@ -646,7 +658,7 @@ def test_columns_of_public_sets_are_read(columns: dict[str, Any]) -> None:
         {"conversations": turns(("human", ASK), ("gpt", TOLD))},
     ):
         found = read(**row, **columns)
-        assert len(seen(found)) == 2
+        assert len(read_messages(found)) == 2
         assert "provider_blocks" not in found.conversation.messages[0]
         short = {name for name, value in columns.items() if isinstance(value, bool | int | float)}
         assert short <= found.columns.keys()

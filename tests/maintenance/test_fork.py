@@ -48,7 +48,7 @@ from tests.helpers.running import (
     wait_until,
     write_rows,
 )
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 __all__ = ["stage"]
 
@@ -168,7 +168,7 @@ def test_branches_start_at_their_parent_s_turn_and_cost_only_new_calls(tmp_path:
     for line in lines(tmp_path / "trajectories" / "b.jsonl"):
         assert (line["num_turns"], line["num_tool_calls"], line["api_calls"]) == (2, 1, 2)
     for record in done_records:
-        row = make_table_row(stored(record))
+        row = make_table_row(to_record(record))
         own = [turn for turn in record["turns"] if "inherited" not in turn]
         assert (row["turns"], row["calls"], row["reasoned"]) == (2, 1, 2)
         started_at = own[0]["started_at"]
@@ -464,7 +464,7 @@ def test_flags_of_a_parent_are_not_those_of_its_branch(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": "x", "script": script})
     parent = run(tmp_path, **SCRIPTED, max_reasks=1)
     assert parent.returncode == 0, parent.stderr
-    assert make_table_row(stored(records(tmp_path, "r")[0]))["flags"] == [
+    assert make_table_row(to_record(records(tmp_path, "r")[0]))["flags"] == [
         "notes",
         "discarded replies",
     ]
@@ -472,7 +472,7 @@ def test_flags_of_a_parent_are_not_those_of_its_branch(tmp_path: Path) -> None:
         name = f"b{turn}"
         done = run(tmp_path, "fork", "r", f"--at_turn={turn}", "--n=1", run_name=name)
         assert done.returncode == 0, done.stderr
-        assert make_table_row(stored(records(tmp_path, name)[0]))["flags"] == flags
+        assert make_table_row(to_record(records(tmp_path, name)[0]))["flags"] == flags
 
 
 def until(events: list[Event], turn: int) -> list[Event]:

@@ -17,7 +17,7 @@ from batch_trajectories.maintenance.fork import write_forks
 from batch_trajectories.records.files import add_checksum
 from batch_trajectories.records.records import UnreadableRecord
 from batch_trajectories.report.page.writer import write_report
-from tests.helpers.exporting import exported
+from tests.helpers.exporting import export_to_dataset
 from tests.helpers.running import SCRIPTED, run, write_rows
 
 DELETED = object()
@@ -64,7 +64,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Source:
     return Source(folder / "r", StoredRun(folder / "r").scan, 1)
 
 
-def edited(whole_run: Source, folder: Path, place: str, *, keeps_size: bool = True) -> Source:
+def edit_copy(whole_run: Source, folder: Path, place: str, *, keeps_size: bool = True) -> Source:
     """A copy of the run with one field of its second record changed as `EDITS` says.
 
     If the size of the line stays, the index stays valid.
@@ -90,7 +90,7 @@ def edited(whole_run: Source, folder: Path, place: str, *, keeps_size: bool = Tr
     return Source(run_dir, whole_run.scan, whole_run.num_samples)
 
 
-def described(place: str) -> str:
+def expected_problem(place: str) -> str:
     return f"records.jsonl:2: the record ('t1') is unreadable: {EDITS[place][1]}"
 
 
@@ -98,18 +98,18 @@ def described(place: str) -> str:
 def test_an_edited_field_is_named_by_each_format(
     tmp_path: Path, whole_run: Source, place: str
 ) -> None:
-    source = edited(whole_run, tmp_path, place)
+    source = edit_copy(whole_run, tmp_path, place)
     for name in format_names():
-        with pytest.raises(UnreadableRecord, match=re.escape(described(place))):
-            exported(source, formats=name)
+        with pytest.raises(UnreadableRecord, match=re.escape(expected_problem(place))):
+            export_to_dataset(source, formats=name)
 
 
 @pytest.mark.parametrize("place", EDITS)
 def test_an_edited_field_is_named_by_the_report(
     tmp_path: Path, whole_run: Source, place: str
 ) -> None:
-    source = edited(whole_run, tmp_path, place)
-    with pytest.raises(UnreadableRecord, match=re.escape(described(place))):
+    source = edit_copy(whole_run, tmp_path, place)
+    with pytest.raises(UnreadableRecord, match=re.escape(expected_problem(place))):
         write_report(StoredRun(source.run_dir))
 
 
@@ -118,7 +118,7 @@ def test_an_edited_field_is_named_by_the_report(
 def test_an_edited_field_is_named_by_each_command(
     tmp_path: Path, whole_run: Source, place: str, keeps_size: bool
 ) -> None:
-    edited(whole_run, tmp_path, place, keeps_size=keeps_size)
+    edit_copy(whole_run, tmp_path, place, keeps_size=keeps_size)
     branches = ("--at_turn=1", "--n=1", "--run_name=f", "--enabled_toolsets=none")
     for command, *options in (
         ("export",),
@@ -129,7 +129,7 @@ def test_an_edited_field_is_named_by_each_command(
     ):
         done = run(tmp_path, command, "r", *options, output_dir=".")
         assert done.returncode == 4, (command, done.stderr)
-        assert described(place) in done.stderr, (command, done.stderr)
+        assert expected_problem(place) in done.stderr, (command, done.stderr)
 
 
 ODD = {
@@ -147,7 +147,7 @@ def test_a_record_that_does_not_fit_is_left_out_of_branches(
     tmp_path: Path, whole_run: Source, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     monkeypatch.setitem(EDITS, place, ODD[place])
-    stored = StoredRun(edited(whole_run, tmp_path, place, keeps_size=False).run_dir)
+    stored = StoredRun(edit_copy(whole_run, tmp_path, place, keeps_size=False).run_dir)
     forked = write_forks(
         tmp_path / "f.jsonl",
         stored.records(),
@@ -162,11 +162,11 @@ def test_a_record_that_does_not_fit_is_left_out_of_branches(
 
 def test_verify_sets_an_edited_record_aside(tmp_path: Path, whole_run: Source) -> None:
     place = "turns.0.duration_s"
-    source = edited(whole_run, tmp_path, place)
+    source = edit_copy(whole_run, tmp_path, place)
     done = run(tmp_path, "verify", "r", output_dir=".")
     assert done.returncode == 6
     message = f"records.jsonl:2: not a complete record (id 't1'; {EDITS[place][1]}): it is lost"
     assert message in done.stdout + done.stderr
     run(tmp_path, "verify", "r", "--repair", output_dir=".")
     assert (source.run_dir / "records.jsonl").read_bytes().count(b"\n") == 2
-    exported(source, formats="openai")
+    export_to_dataset(source, formats="openai")

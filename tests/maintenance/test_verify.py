@@ -51,7 +51,7 @@ def path(whole: Path, tmp_path: Path) -> Path:
     return tmp_path / "trajectories" / "r"
 
 
-def checked(path: Path, *, read_data: bool = True, repair: bool = False) -> VerifyResult:
+def run_check(path: Path, *, read_data: bool = True, repair: bool = False) -> VerifyResult:
     identity = read_run_json(path)
     config = RunConfig.model_validate(identity["config"])
     return check(path, identity, config, read_data=read_data, repair=repair, make=write_results)
@@ -390,11 +390,11 @@ def test_batches_that_conversations_will_take_are_not_damage(path: Path) -> None
     keep_results(path, RESULT)
     note_batch(path, *ALL_STEPS)
     note_batch(path, "gathered", "sending", job="v")
-    assert not checked(path).found
+    assert not run_check(path).found
 
 
 def test_a_finished_run_is_whole(path: Path) -> None:
-    problems = checked(path)
+    problems = run_check(path)
     assert (problems.found, problems.records, problems.owed) == ([], 5, "")
     assert "5 records, no problems found" in problems.describe()
 
@@ -404,11 +404,11 @@ def test_damage_is_named_repaired_and_costs_only_what_it_hit(path: Path, name: s
     damage = DAMAGES[name]
     damage.do(path)
     before = content_of(path)
-    problems = checked(path)
+    problems = run_check(path)
     assert damage.message in problems.describe()
     assert problems.left == problems.found
     assert content_of(path) == before, "without --repair nothing is written"
-    repaired = checked(path, repair=True)
+    repaired = run_check(path, repair=True)
     assert (repaired.left == []) is damage.repaired, repaired.describe()
     message = f"to run {plural(damage.again, 'task')}"
     assert (message in repaired.owed) is bool(damage.again)
@@ -434,9 +434,9 @@ def is_whole(line: bytes) -> bool:
 @pytest.mark.parametrize("name", ["torn record", "a record twice", "a journal with garbage"])
 def test_a_second_repair_finds_nothing_and_writes_nothing(path: Path, name: str) -> None:
     DAMAGES[name].do(path)
-    checked(path, repair=True)
+    run_check(path, repair=True)
     before = content_of(path)
-    again = checked(path, repair=True)
+    again = run_check(path, repair=True)
     assert (again.found, again.left, again.repaired) == ([], [], False)
     ours = {"lock"}  # it says who held it last
     assert {k: v for k, v in content_of(path).items() if k not in ours} == {
@@ -448,15 +448,15 @@ def test_empty_directories_that_a_copy_left_out_are_not_damage(path: Path) -> No
     """`git` and some copying tools keep files only."""
     for name in ("inflight", "workspaces"):
         (path / name).rmdir()
-    assert not checked(path).found
+    assert not run_check(path).found
     exported = run(path.parent.parent, "export", "r")
     assert exported.returncode == 0, exported.stderr
 
 
 def test_without_read_data_the_contents_of_exports_are_taken_on_trust(path: Path) -> None:
     edit(path.parent / "r.jsonl", same_length_other_text)
-    assert not checked(path, read_data=False).found
-    assert len(checked(path).found) == 2
+    assert not run_check(path, read_data=False).found
+    assert len(run_check(path).found) == 2
 
 
 def test_a_run_that_was_moved_aside_is_judged_by_the_files_that_it_took_along(path: Path) -> None:
@@ -464,11 +464,11 @@ def test_a_run_that_was_moved_aside_is_judged_by_the_files_that_it_took_along(pa
         run(path.parent.parent, "--fresh", **SCRIPTED, max_turns=3, max_samples=1).returncode == 0
     )
     (aside,) = path.parent.glob("r.2*")
-    assert not checked(aside).found
+    assert not run_check(aside).found
     edit(aside / "r.jsonl", same_length_other_text)
-    assert {problem.file for problem in checked(aside).found} == {aside / "r.jsonl"}
-    assert not checked(aside, repair=True).left
-    assert not checked(aside).found
+    assert {problem.file for problem in run_check(aside).found} == {aside / "r.jsonl"}
+    assert not run_check(aside, repair=True).left
+    assert not run_check(aside).found
 
 
 def test_a_failed_record_that_a_later_attempt_replaced_is_not_a_duplicate(path: Path) -> None:
@@ -476,8 +476,8 @@ def test_a_failed_record_that_a_later_attempt_replaced_is_not_a_duplicate(path: 
     failed = {**first, "status": "failed", "error": {"class": "x", "message": "y"}}
     edit(path / "records.jsonl", lambda c: c.insert(0, orjson.dumps(failed) + b"\n"))
     edit(path / "records.jsonl", change_record(1, attempt=2))
-    checked(path, repair=True)
-    assert not checked(path).found
+    run_check(path, repair=True)
+    assert not run_check(path).found
     assert len(lines(path / "records.jsonl")) == 6
 
 
@@ -485,7 +485,7 @@ def test_two_failed_records_of_one_attempt_are_a_contradiction(path: Path) -> No
     first = lines(path / "records.jsonl")[0]
     failed = {**first, "status": "failed", "error": {"class": "x", "message": "y"}}
     edit(path / "records.jsonl", lambda c: c.insert(0, orjson.dumps(failed) + b"\n"))
-    found = [problem.describe() for problem in checked(path).found]
+    found = [problem.describe() for problem in run_check(path).found]
     assert any("records.jsonl:2: a second record of" in one for one in found)
 
 
@@ -493,7 +493,7 @@ def test_a_lost_dataset_leaves_the_rest_to_be_checked(path: Path) -> None:
     dataset = json.loads((path / "run.json").read_text())["dataset"]
     edit_json(path / "run.json", dataset={**dataset, "path": str(path / "gone.jsonl")})
     edit(path / "records.jsonl", put(1, b"x\n"))
-    message = checked(path).describe()
+    message = run_check(path).describe()
     assert "its tasks are unknown" in message
     assert "records.jsonl:2: not a complete record" in message
 
@@ -525,5 +525,5 @@ def test_a_number_that_no_index_can_hold_is_named(path: Path) -> None:
     model = lines(path / "records.jsonl")[-1]["model"]
     # The file is as long as before, so its index seems to be that of these records.
     edit(path / "records.jsonl", change_record(-1, attempt=-1, model=model[1:]))
-    (found, *_) = [problem.describe() for problem in checked(path, read_data=False).found]
+    (found, *_) = [problem.describe() for problem in run_check(path, read_data=False).found]
     assert "records.jsonl:5: not a complete record" in found

@@ -47,7 +47,7 @@ class Emulated(NamedTuple):
 
 
 @contextmanager
-def emulated(kind: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
+def run_emulator(kind: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     """A bucket of `s3`, `az` or `gs`; the environment has what leads to it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

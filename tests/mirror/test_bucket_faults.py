@@ -19,7 +19,7 @@ from tests.faults.oracle import finished_lines, judge_run_dir
 from tests.faults.test_concurrency import fake_clock
 from tests.faults.test_process import asking
 from tests.helpers.running import WRITE_A_NOTE, run, started, wait_until, write_prompts
-from tests.mirror.emulators import Emulated, emulated, needs_emulators
+from tests.mirror.emulators import Emulated, needs_emulators, run_emulator
 from tests.mirror.proxy import Fault
 
 pytestmark = [pytest.mark.slow, needs_emulators]
@@ -50,7 +50,7 @@ def bucket(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Emulated]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with emulated(request.param, tmp_path, monkeypatch) as bucket:
+    with run_emulator(request.param, tmp_path, monkeypatch) as bucket:
         yield bucket
 
 

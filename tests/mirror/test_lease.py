@@ -46,7 +46,7 @@ def a_run(place: Path) -> Path:
     return path
 
 
-def mirrored(url: str, run_dir: Path) -> Mirror:
+def open_mirror(url: str, run_dir: Path) -> Mirror:
     mirror = Mirror(url, run_dir, stale_s=0.0)
     mirror.take()
     mirror.start(run_dir.parent / "p.jsonl", requests_per_s=1000)
@@ -70,7 +70,7 @@ def content_of(path: Path) -> dict[str, bytes]:
 def test_a_directory_comes_back_from_its_mirror(tmp_path: Path, url: str) -> None:
     run_dir = a_run(tmp_path)
     (tmp_path / "p.jsonl").write_bytes(LINE)
-    mirror = mirrored(url, run_dir)
+    mirror = open_mirror(url, run_dir)
     with (run_dir / "records.jsonl").open("ab") as file:
         file.write(LINE + b'{"torn')
     (run_dir / "inflight" / "worker-0-0.jsonl").unlink()
@@ -84,15 +84,15 @@ def test_a_directory_comes_back_from_its_mirror(tmp_path: Path, url: str) -> Non
     assert content_of(update_copy(f"{url}/r")) == expected
 
     # What comes later is brought by parts of its own.
-    mirror = mirrored(url, run_dir)
+    mirror = open_mirror(url, run_dir)
     (run_dir / "scores.jsonl").write_bytes(LINE)
     mirror.close()
     assert content_of(update_copy(f"{url}/r")) == expected | {"scores.jsonl": LINE}
 
 
 def test_a_first_start_that_comes_back_may_not_write(tmp_path: Path, url: str) -> None:
-    first = mirrored(url, a_run(tmp_path / "a"))
-    second = mirrored(url, an_empty_run(tmp_path / "b"))
+    first = open_mirror(url, a_run(tmp_path / "a"))
+    second = open_mirror(url, an_empty_run(tmp_path / "b"))
     with (tmp_path / "a/r/records.jsonl").open("ab") as file:
         file.write(LINE)
     with pytest.raises(RunLocked, match="has taken over this run"):
@@ -103,7 +103,7 @@ def test_a_first_start_that_comes_back_may_not_write(tmp_path: Path, url: str) -
     assert (update_copy(f"{url}/r") / "records.jsonl").read_bytes() == LINE + b'{"b":1}\n'
 
     # Started again, it goes on from the mirror, and keeps what it had not sent.
-    mirrored(url, tmp_path / "a/r").close()
+    open_mirror(url, tmp_path / "a/r").close()
     assert (tmp_path / "a/r/records.jsonl").read_bytes() == LINE + b'{"b":1}\n'
     (kept,) = (tmp_path / "a/r/quarantine").glob("before-mirror-*/records.jsonl")
     assert kept.read_bytes() == LINE * 2
@@ -114,7 +114,7 @@ def test_a_machine_that_slept_while_it_sent_is_no_slow_bucket(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, late: int
 ) -> None:
     """Another start may have the lease by then, which the next part shows."""
-    first = mirrored(url, a_run(tmp_path))
+    first = open_mirror(url, a_run(tmp_path))
     clock, create = time.monotonic, Bucket.create
     created: list[str] = []
     are_enough = Event()
@@ -141,21 +141,21 @@ def test_a_copy_of_a_directory_does_not_write_over_what_came_later(
     tmp_path: Path, url: str
 ) -> None:
     run_dir = a_run(tmp_path / "a")
-    mirror = mirrored(url, run_dir)
+    mirror = open_mirror(url, run_dir)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     with (run_dir / "records.jsonl").open("ab") as file:
         file.write(LINE)
     mirror.close()
-    mirrored(url, tmp_path / "b/r").close()
+    open_mirror(url, tmp_path / "b/r").close()
     assert (tmp_path / "b/r/records.jsonl").read_bytes() == LINE * 2
 
 
 def test_a_run_that_is_not_that_of_the_mirror_is_refused(tmp_path: Path, url: str) -> None:
-    mirrored(url, a_run(tmp_path / "a")).close()
+    open_mirror(url, a_run(tmp_path / "a")).close()
     other = a_run(tmp_path / "b")
     (other / "records.jsonl").write_bytes(b'{"other":1}\n')
     with pytest.raises(RunDirError, match="were not made by one another"):
-        mirrored(url, other)
+        open_mirror(url, other)
 
 
 def test_journals_from_a_mirror_do_not_show_which_calls_began(tmp_path: Path, url: str) -> None:
@@ -163,8 +163,8 @@ def test_journals_from_a_mirror_do_not_show_which_calls_began(tmp_path: Path, ur
     event = {"kind": "began", "turn": 1, "call": 0, "at": 1.0}
     line = journal_line("t", "d", event, assignment=1, position=0, boot=boot_id())  # type: ignore[arg-type]
     (run_dir / "inflight/worker-0-0.jsonl").write_bytes(line)
-    mirrored(url, run_dir).close()
-    mirrored(url, an_empty_run(tmp_path / "b")).close()
+    open_mirror(url, run_dir).close()
+    open_mirror(url, an_empty_run(tmp_path / "b")).close()
     key = task_key("t", "d")
     for place, knows in (("a", True), ("b", False)):
         inflight = Inflight(tmp_path / place / "r/inflight")
@@ -173,7 +173,7 @@ def test_journals_from_a_mirror_do_not_show_which_calls_began(tmp_path: Path, ur
 
 
 def test_a_damaged_part_is_named(tmp_path: Path, url: str) -> None:
-    mirrored(url, a_run(tmp_path)).close()
+    open_mirror(url, a_run(tmp_path)).close()
     part = tmp_path / "bucket/r/parts/000000000002"
     part.write_bytes(part.read_bytes().replace(LINE, b'{"a":2}\n'))
     with pytest.raises(RunDirError, match=r"parts/000000000002: damaged"):

@@ -17,7 +17,7 @@ from batch_trajectories.basics.bucket import Bucket
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.dataset.source import parse_source
 from tests.helpers.running import SCRIPTED, ids, run
-from tests.mirror.emulators import Emulated, emulated, needs_emulators
+from tests.mirror.emulators import Emulated, needs_emulators, run_emulator
 from tests.mirror.proxy import Fault
 
 SECRET = "a-secret-of-the-bucket"
@@ -46,7 +46,7 @@ def bucket(
 ) -> Iterator[Emulated]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("AWS_SESSION_TOKEN", SECRET)
-    with emulated(request.param, tmp_path, monkeypatch) as bucket:
+    with run_emulator(request.param, tmp_path, monkeypatch) as bucket:
         yield bucket
 
 

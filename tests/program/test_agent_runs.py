@@ -46,7 +46,7 @@ def endpoint() -> Iterator[AgentEndpoint]:
         yield endpoint
 
 
-def scripted(dialect: str = "chat", *flags: str, **fields: Any) -> dict[str, Any]:
+def scripted_agent(dialect: str = "chat", *flags: str, **fields: Any) -> dict[str, Any]:
     """The agent of `tests/fakes/`."""
     return {
         "command": [PYTHON, str(SCRIPT), dialect, *flags, "{prompt}"],
@@ -62,7 +62,7 @@ def scripted(dialect: str = "chat", *flags: str, **fields: Any) -> dict[str, Any
 
 def shell(script: str, **fields: Any) -> dict[str, Any]:
     """An agent that is a shell script, which gets the prompt as its first argument."""
-    return scripted(command=["sh", "-c", script, "sh", "{prompt}"], **fields)
+    return scripted_agent(command=["sh", "-c", script, "sh", "{prompt}"], **fields)
 
 
 def posting(path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def posting(path: str, body: dict[str, Any]) -> dict[str, Any]:
     script = f"""
 import os, urllib.request as r
 r.urlopen(r.Request(os.environ["OPENAI_BASE_URL"] + "/{path}", {json.dumps(body).encode()!r}))"""
-    return scripted(command=[PYTHON, "-c", script, "{prompt}"])
+    return scripted_agent(command=[PYTHON, "-c", script, "{prompt}"])
 
 
 def options(endpoint: AgentEndpoint, agent: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def records(tmp_path: Path) -> list[dict[str, Any]]:
     )
 
 
-def said(endpoint: AgentEndpoint, task: str) -> list[Exchange]:
+def read_exchanges(endpoint: AgentEndpoint, task: str) -> list[Exchange]:
     return endpoint.of_task(task)
 
 
@@ -119,7 +119,7 @@ def _command_lines() -> Iterator[bytes]:
 def by_acp(dialect: str = "chat", **fields: Any) -> dict[str, Any]:
     """The same agent, which gets its prompt by the Agent Client Protocol."""
     command = [PYTHON, str(SCRIPT), dialect, "--acp"]
-    return scripted(dialect, command=command, protocol="acp", **fields)
+    return scripted_agent(dialect, command=command, protocol="acp", **fields)
 
 
 @needs_bwrap
@@ -221,10 +221,10 @@ def test_a_record_is_what_the_wire_had(
     write_rows(
         tmp_path / "p.jsonl", *({"id": f"p{n}", "prompt": prompt(f"t{n}", n)} for n in (1, 3))
     )
-    done = run(tmp_path, **options(endpoint, scripted(dialect, *flags)))
+    done = run(tmp_path, **options(endpoint, scripted_agent(dialect, *flags)))
     assert done.returncode == 0, done.stderr
     for record, steps in zip(records(tmp_path), (1, 3), strict=True):
-        exchanges = said(endpoint, f"t{steps}")
+        exchanges = read_exchanges(endpoint, f"t{steps}")
         assert record["status"] == "completed"
         assert len(exchanges) == len(record["turns"]) == steps + 1
         own = [message for message in record["messages"] if message["role"] == "assistant"]
@@ -306,7 +306,7 @@ def test_calls_before_a_kill_are_not_paid_again(
 ) -> None:
     """Each start begins at the first workspace; equal calls get the recorded replies."""
     write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 5)})
-    given = options(endpoint, scripted("messages", "--stream"))
+    given = options(endpoint, scripted_agent("messages", "--stream"))
     endpoint.answers = 3
     with started(tmp_path, **given) as process:
         wait_until(lambda: len(endpoint.exchanges) == 3 and endpoint.waiting == 1)
@@ -337,7 +337,7 @@ def test_calls_before_a_kill_are_not_paid_again(
 def test_an_agent_that_diverges_says_where(tmp_path: Path, endpoint: AgentEndpoint) -> None:
     """The clock differs in each start, so the second call is another; its first reply is kept."""
     write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 3, "clock")})
-    given = options(endpoint, scripted())
+    given = options(endpoint, scripted_agent())
     endpoint.answers = 3
     with started(tmp_path, **given) as process:
         wait_until(lambda: len(endpoint.exchanges) == 3 and endpoint.waiting == 1)
@@ -414,7 +414,7 @@ def test_a_killed_agent_is_a_failed_attempt_and_the_next_continues(
     tmp_path: Path, endpoint: AgentEndpoint
 ) -> None:
     write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 3)})
-    given = options(endpoint, scripted())
+    given = options(endpoint, scripted_agent())
     endpoint.answers = 2
     with started(tmp_path, **given) as process:
         wait_until(lambda: endpoint.waiting == 1 and len(endpoint.exchanges) == 2)
@@ -489,7 +489,7 @@ LIMITS: dict[str, tuple[dict[str, Any], str, str, int]] = {
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_limit_ends_the_agent(tmp_path: Path, endpoint: AgentEndpoint, limit: str) -> None:
     given, status, message, calls = LIMITS[limit]
-    record = one_record(tmp_path, endpoint, scripted(), **given)
+    record = one_record(tmp_path, endpoint, scripted_agent(), **given)
     assert record["status"] == status
     assert message in record["status_reason"]
     assert "HTTP 400" in record["agent"]["stderr"]
@@ -530,7 +530,7 @@ FAILURES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "exit code 0 before its first model call: fine",
     ),
     "unknown model": (
-        lambda: scripted(env={"MODEL": "other"}),
+        lambda: scripted_agent(env={"MODEL": "other"}),
         "asks for model 'other', which this run does not have",
     ),
     "unknown model, and only the status is printed": (
@@ -547,11 +547,11 @@ FAILURES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "refused a request of it: POST /v1/completions/chat: the gateway answers model calls only",
     ),
     "a file that its sandbox does not show": (
-        lambda: scripted(programs=[]),
+        lambda: scripted_agent(programs=[]),
         f"its sandbox does not show {SCRIPT}: name the whole path in `command`, and in `programs`",
     ),
     "a program by a relative path": (
-        lambda: scripted(command=[PYTHON, SCRIPT.name, "chat", "{prompt}"]),
+        lambda: scripted_agent(command=[PYTHON, SCRIPT.name, "chat", "{prompt}"]),
         f"it starts in a workspace of its own: name the whole path {SCRIPT} in `command`",
     ),
 }
@@ -582,7 +582,7 @@ def test_a_check_judges_what_the_agent_left(tmp_path: Path, endpoint: AgentEndpo
         "check": "test -e copied.txt && test $(wc -l < notes.txt) = 2",
     }
     write_rows(tmp_path / "p.jsonl", row)
-    assert run(tmp_path, "--row_setup", **options(endpoint, scripted())).returncode == 0
+    assert run(tmp_path, "--row_setup", **options(endpoint, scripted_agent())).returncode == 0
     (record,) = records(tmp_path)
     assert record["check"]["passed"]
 
@@ -619,7 +619,7 @@ def test_a_row_brings_its_own_agent(tmp_path: Path, endpoint: AgentEndpoint) -> 
         {"id": "a", "prompt": prompt("t1", 1)},
         {"id": "b", "prompt": prompt("t2", 1), "agent": own},
     )
-    assert run(tmp_path, **options(endpoint, scripted())).returncode == 0
+    assert run(tmp_path, **options(endpoint, scripted_agent())).returncode == 0
     first, second = records(tmp_path)
     assert second["agent"]["stdout"] == "own\nFinished t2 in 1 steps.\n"
     assert first["agent"]["command"] != second["agent"]["command"]
@@ -631,7 +631,7 @@ def test_all_commands_read_a_run_of_agents(tmp_path: Path, endpoint: AgentEndpoi
     write_rows(
         tmp_path / "p.jsonl", *({"id": f"p{n}", "prompt": prompt(f"t{n}", n)} for n in (1, 2))
     )
-    given = options(endpoint, scripted())
+    given = options(endpoint, scripted_agent())
     plan = run(tmp_path, "--dry_run", **given)
     assert plan.returncode == 0, plan.stderr
     assert "agent      custom 3." in plan.stdout
@@ -661,7 +661,7 @@ def test_calls_that_continue_a_response_by_its_id_are_one_conversation(
 ) -> None:
     """Killed in the middle, too: the replayed reply has the id that the endpoint knows."""
     write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 3)})
-    given = options(endpoint, scripted("responses", "--by_id", *stream))
+    given = options(endpoint, scripted_agent("responses", "--by_id", *stream))
     endpoint.answers = 2
     with started(tmp_path, **given) as process:
         wait_until(lambda: endpoint.waiting == 1 and len(endpoint.exchanges) == 2)
@@ -671,12 +671,12 @@ def test_calls_that_continue_a_response_by_its_id_are_one_conversation(
     (record,) = records(tmp_path)
     assert (record["status"], record["api_calls"], record["diverged_at"]) == ("completed", 4, None)
     assert [(one["name"], one["calls"]) for one in record["threads"]] == [("main", 4)]
-    last = max(said(endpoint, "t"), key=lambda one: len(one.request["input"]))
+    last = max(read_exchanges(endpoint, "t"), key=lambda one: len(one.request["input"]))
     assert [m["content"] for m in record["messages"] if m["role"] == "tool"] == _results(
         last.request
     )
     ids = [turn["response_id"] for turn in record["turns"]]
-    assert {one.reply["id"] for one in said(endpoint, "t")} >= {*ids}
+    assert {one.reply["id"] for one in read_exchanges(endpoint, "t")} >= {*ids}
     assert [message["role"] for message in record["messages"]].count("system") == 1
     (row,) = lines(tmp_path / "trajectories/r.jsonl")
     assert [turn["from"] for turn in row["conversations"]] == [
@@ -693,7 +693,7 @@ def test_an_endpoint_that_ignores_ids_gives_no_training_data(
 ) -> None:
     endpoint.keeps = False
     write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 1)})
-    run(tmp_path, **options(endpoint, scripted("responses", "--by_id")))
+    run(tmp_path, **options(endpoint, scripted_agent("responses", "--by_id")))
     (record,) = records(tmp_path)
     assert [(one["name"], one["calls"]) for one in record["threads"]] == [("main", 2)]
     assert "has not read the earlier response" in (tmp_path / "trajectories/r/run.log").read_text()

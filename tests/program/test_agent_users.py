@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes.agent_endpoint import AgentEndpoint
 from tests.helpers.running import kill_session, run, started, wait_until, write_rows
-from tests.program.test_agent_runs import options, prompt, records, scripted
+from tests.program.test_agent_runs import options, prompt, records, scripted_agent
 from tests.toolsets.test_sandbox import needs_bwrap
 
 pytestmark = needs_bwrap
@@ -26,12 +26,12 @@ def endpoint() -> Iterator[AgentEndpoint]:
 
 
 def continuing(dialect: str = "chat", **fields: Any) -> dict[str, Any]:
-    agent = scripted(dialect, "--stream", **fields)
+    agent = scripted_agent(dialect, "--stream", **fields)
     [program, script, *flags, message] = agent["command"]
     return {**agent, "continues": [program, script, *flags, "--continue", message]}
 
 
-def said_in(record: dict[str, Any]) -> list[str]:
+def user_messages(record: dict[str, Any]) -> list[str]:
     return [message["content"] for message in record["messages"] if message["role"] == "user"]
 
 
@@ -54,7 +54,7 @@ def test_the_users_messages_follow_the_answers(
     assert done.returncode == 0, done.stderr
     [record] = records(tmp_path)
     assert record["status"] == "completed"
-    assert said_in(record) == [prompt("t", 1), *turns]
+    assert user_messages(record) == [prompt("t", 1), *turns]
     answers = [m["content"] for m in record["messages"] if m["role"] == "assistant"]
     assert [text for text in answers if text] == [f"Finished t in {n} steps." for n in (1, 3, 5)]
     assert (record["api_calls"], record["set_aside"], record["diverged_at"]) == (8, [], None)
@@ -80,7 +80,7 @@ def test_a_simulated_user_writes_to_an_agent(tmp_path: Path, endpoint: AgentEndp
     assert done.returncode == 0, done.stderr
     [record] = records(tmp_path)
     assert record["status"] == "completed"
-    assert said_in(record) == [prompt("t", 1), GO_ON % 4, GO_ON % 6]
+    assert user_messages(record) == [prompt("t", 1), GO_ON % 4, GO_ON % 6]
     users = [inner for inner in record["inner"] if inner["name"] == "simulated_user"]
     assert [inner["messages"][-1]["content"] for inner in users] == [
         GO_ON % 4,
@@ -98,7 +98,7 @@ def test_an_agent_that_loses_its_session_has_failed(
     tmp_path: Path, endpoint: AgentEndpoint
 ) -> None:
     """Its next messages would be another conversation."""
-    agent = {**scripted(), "continues": ["true", "{prompt}"]}
+    agent = {**scripted_agent(), "continues": ["true", "{prompt}"]}
     row = {"id": "p", "prompt": prompt("t", 1), "user_turns": ["And now?"]}
     write_rows(tmp_path / "p.jsonl", row)
     run(tmp_path, **options(endpoint, agent, max_attempts=1))
@@ -111,10 +111,12 @@ def test_an_agent_that_takes_one_message_is_named_before_any_call(
     tmp_path: Path, endpoint: AgentEndpoint
 ) -> None:
     write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 1), "user_turns": ["x"]})
-    done = run(tmp_path, "--on_bad_row=fail", **options(endpoint, scripted()))
+    done = run(tmp_path, "--on_bad_row=fail", **options(endpoint, scripted_agent()))
     assert done.returncode == 2
     assert "`user_turns`: agent 'custom' has no `continues`" in done.stderr
-    done = run(tmp_path, **options(endpoint, scripted(), simulated_user='{"system_prompt": "x"}'))
+    done = run(
+        tmp_path, **options(endpoint, scripted_agent(), simulated_user='{"system_prompt": "x"}')
+    )
     assert done.returncode == 2
     assert "simulated_user: agent 'custom' has no `continues`" in done.stderr
     assert not endpoint.exchanges
@@ -127,7 +129,7 @@ def test_a_call_that_is_repeated_ends_the_agent(
 ) -> None:
     """Its results differ by what varies from start to start."""
     write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 5, "same")})
-    agent = scripted(volatile={"texts": ["took \\d+ ns"]})
+    agent = scripted_agent(volatile={"texts": ["took \\d+ ns"]})
     run(tmp_path, **options(endpoint, agent, max_attempts=1, repeat_limit=limit))
     [record] = records(tmp_path)
     assert len(endpoint.exchanges) == record["api_calls"] == calls

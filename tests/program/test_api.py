@@ -34,7 +34,7 @@ FAILS: dict[str, Any] = {"id": "bad", "prompt": "Q", "script": [{"tool_calls": [
 """A row whose script ends too early."""
 
 
-def scripted(folder: Path, count: int = 3, **options: Any) -> RunConfig:
+def scripted_config(folder: Path, count: int = 3, **options: Any) -> RunConfig:
     rows = [
         {"id": f"p{n}", "prompt": f"Question {n}", "script": [{"content": f"Answer {n}."}]}
         for n in range(count)
@@ -71,7 +71,7 @@ class TestRun:
     @pytest.mark.slow
     def test_it_ends_as_the_command_does(self, tmp_path: Path) -> None:
         """The training file of both is the same, and so are the exit codes."""
-        config = scripted(tmp_path)
+        config = scripted_config(tmp_path)
         ended = run(config, progress=False)
         assert (ended.exit_code, ended.reason, ended.signal, ended.stopped_by) == (
             0,
@@ -92,13 +92,13 @@ class TestRun:
 
     @pytest.mark.slow
     def test_the_same_call_resumes(self, tmp_path: Path) -> None:
-        config = scripted(tmp_path)
+        config = scripted_config(tmp_path)
         assert run(config, only=["p1"], progress=False).totals.done == 1
         assert [record["id"] for record in open_run(config.run_dir).records()] == ["p1"]
         assert run(config, progress=False).totals.done == 3
 
     def test_failed_tasks_are_exit_code_1(self, tmp_path: Path) -> None:
-        config = scripted(tmp_path, max_attempts=1)
+        config = scripted_config(tmp_path, max_attempts=1)
         write_rows(config.dataset_file, FAILS)
         ended = run(config, progress=False)
         assert (ended.exit_code, ended.totals.failed) == (1, 1)
@@ -111,7 +111,7 @@ class TestRun:
 
     def test_an_unknown_cost_is_none(self, tmp_path: Path) -> None:
         """In the objects, their repr and the table; summary.json has 0 and the number of costs."""
-        config = scripted(tmp_path)
+        config = scripted_config(tmp_path)
         with answering(lambda path, body: (200, chat_reply("hi"))) as (url, _):
             served = {"model": "m", "base_url": f"{url}/v1", "key_env": "none"}
             ended = run(config.model_copy(update=served), progress=False)
@@ -128,7 +128,7 @@ class TestRun:
         assert (summary["spent_usd"], summary["spent_unknown"]) == (0, 3)
 
     def test_the_budget_is_exit_code_3(self, tmp_path: Path) -> None:
-        totals = run(scripted(tmp_path), progress=False).totals
+        totals = run(scripted_config(tmp_path), progress=False).totals
         outcome = Outcome(stopped_by="the budget is spent", is_out_of_budget=True)
         code, reason = explain_exit(outcome, totals)
         assert code == 3
@@ -137,7 +137,7 @@ class TestRun:
     def test_messages_go_to_a_function(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        config = scripted(tmp_path)
+        config = scripted_config(tmp_path)
         with config.dataset_file.open("a") as file:
             file.write("{}\n")
         messages: list[str] = []
@@ -147,7 +147,7 @@ class TestRun:
         assert capfd.readouterr() == ("", "")
 
     def test_errors_are_run_errors(self, tmp_path: Path) -> None:
-        config = scripted(tmp_path)
+        config = scripted_config(tmp_path)
         with pytest.raises(DatasetError):
             run(config.model_copy(update={"dataset_file": tmp_path / "none"}), progress=False)
         with pytest.raises(ConfigError, match="has no task 'p9'"):
@@ -166,7 +166,7 @@ class TestRun:
 
     @pytest.mark.slow
     def test_fresh_moves_a_run_aside(self, tmp_path: Path) -> None:
-        config = scripted(tmp_path)
+        config = scripted_config(tmp_path)
         run(config, progress=False)
         assert run(config, fresh=True, progress=False).totals.done == 3
         assert len([p for p in config.output_dir.iterdir() if p.is_dir()]) == 2
@@ -180,7 +180,7 @@ class TestAsLibrary:
     @pytest.mark.slow
     def test_a_script_needs_no_guard(self, tmp_path: Path) -> None:
         """Workers do not import it, so it runs once."""
-        scripted(tmp_path)
+        scripted_config(tmp_path)
         code = RUN + "print('here')\nprint(run(config, progress=False).totals.done)\n"
         done = script(tmp_path, code)
         assert (done.stdout, done.stderr) == ("here\n3\n", "")
@@ -189,7 +189,7 @@ class TestAsLibrary:
     def test_run_works_inside_a_running_event_loop(self, tmp_path: Path) -> None:
         """As in a notebook; listing MCP servers needs a loop of its own."""
         pytest.importorskip("mcp", reason="the extra `mcp` is not installed")
-        scripted(tmp_path)
+        scripted_config(tmp_path)
         server = [sys.executable, "-S", str(ROOT / "tests" / "helpers/raw_mcp_server.py")]
         code = RUN + (
             "import asyncio\n"
@@ -206,7 +206,7 @@ class TestAsLibrary:
     @pytest.mark.slow
     def test_a_thread_can_run_it(self, tmp_path: Path) -> None:
         """Signals stay with the main thread."""
-        config, ends = scripted(tmp_path), []
+        config, ends = scripted_config(tmp_path), []
         before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
         thread = threading.Thread(target=lambda: ends.append(run(config, progress=False)))
         thread.start()
@@ -216,7 +216,7 @@ class TestAsLibrary:
 
     @pytest.mark.slow
     def test_the_process_is_left_as_it_was(self, tmp_path: Path) -> None:
-        scripted(tmp_path)
+        scripted_config(tmp_path)
         code = RUN + (
             "import ctypes, logging, resource, signal, sys\n"
             "logging.basicConfig(level=logging.ERROR, stream=sys.stdout)\n"
@@ -274,7 +274,7 @@ class TestAsLibrary:
     @pytest.mark.slow
     def test_process_1_stays_itself(self, tmp_path: Path) -> None:
         """Only the command moves into a child; a library does not fork its caller."""
-        scripted(tmp_path)
+        scripted_config(tmp_path)
         code = RUN + "import os\nprint(os.getpid(), run(config, progress=False).exit_code)\n"
         done = script(tmp_path, code + "print(os.getpid())\n", *AS_FIRST)
         assert (done.stdout, done.stderr) == ("1 0\n1\n", "")
@@ -282,7 +282,7 @@ class TestAsLibrary:
 
 class TestOpenRun:
     def test_a_run_is_read_whole(self, tmp_path: Path) -> None:
-        config = scripted(tmp_path, max_attempts=1)
+        config = scripted_config(tmp_path, max_attempts=1)
         with config.dataset_file.open("a") as file:
             file.write(f"{{}}\n{json.dumps(FAILS)}\n")
         run(config, progress=False)
@@ -320,7 +320,7 @@ class TestOpenRun:
             assert list(stored.records()) == []
 
     def test_no_run_names_those_that_there_are(self, tmp_path: Path) -> None:
-        run(scripted(tmp_path), progress=False)
+        run(scripted_config(tmp_path), progress=False)
         with pytest.raises(RunDirError, match=r"there is no such run\. Runs in .*: r\. "):
             open_run("q", tmp_path / "trajectories")
 

@@ -141,10 +141,10 @@ def test_a_kill_while_a_batch_is_created(tmp_path: Path, dialect: str) -> None:
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
         api.answer_s = 0.0
-        assert noted(tmp_path) == ["gathered", "sending"]
+        assert noted_steps(tmp_path) == ["gathered", "sending"]
         done = run(tmp_path, BY_BATCH, **given)
         assert done.returncode == 0, done.stderr
-        assert noted(tmp_path)[:4] == ["gathered", "sending", "created", "collected"]
+        assert noted_steps(tmp_path)[:4] == ["gathered", "sending", "created", "collected"]
         assert api.paid.total() == 4 * TURNS
         assert not api.live
 
@@ -156,7 +156,7 @@ def test_a_stop_while_a_batch_is_waited_for(tmp_path: Path, number: int) -> None
     with FakeBatches(options=OPTIONS, delay_s=1000) as api:
         given = asking(api)
         with started(tmp_path, BY_BATCH, **given) as process:
-            wait_until(lambda: "created" in noted(tmp_path))
+            wait_until(lambda: "created" in noted_steps(tmp_path))
             status = run(tmp_path, "status", "r", "--json")
             os.kill(process.pid, number)
             assert process.wait() == (-9 if number == signal.SIGKILL else 128 + number)
@@ -175,7 +175,7 @@ def test_a_run_with_calls_in_batches_cannot_be_merged(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 2)
     with FakeBatches(options=OPTIONS, delay_s=60) as api:
         with started(tmp_path, BY_BATCH, **asking(api, grace_s=1)) as process:
-            wait_until(lambda: "created" in noted(tmp_path))
+            wait_until(lambda: "created" in noted_steps(tmp_path))
             process.send_signal(signal.SIGINT)
             assert process.wait(PATIENCE_S) == 130
         refused = run(tmp_path, "merge", "r", "--into=m")
@@ -189,7 +189,7 @@ def test_a_start_without_batches_waits_for_those_under_way(tmp_path: Path) -> No
     write_prompts(tmp_path / "p.jsonl", 4)
     with FakeBatches(options=OPTIONS, delay_s=1000) as api:
         with started(tmp_path, BY_BATCH, **asking(api)) as process:
-            wait_until(lambda: "created" in noted(tmp_path))
+            wait_until(lambda: "created" in noted_steps(tmp_path))
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
         for batch in api.batches.values():
@@ -206,7 +206,7 @@ def test_a_worker_dies_while_a_batch_is_waited_for(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 4)
     with FakeBatches(options=OPTIONS, delay_s=1000) as api:
         with started(tmp_path, BY_BATCH, **asking(api)) as process:
-            wait_until(lambda: "created" in noted(tmp_path))
+            wait_until(lambda: "created" in noted_steps(tmp_path))
             os.kill(workers_of(process.pid)[0], signal.SIGKILL)
             api.delay_s = 0.0
             for batch in api.batches.values():
@@ -337,7 +337,7 @@ def running(cwd: Path, pid: int, limit: str = "calls in") -> int:
     return int(parsed["running"]) if is_waiting else 0
 
 
-def noted(cwd: Path) -> list[str]:
+def noted_steps(cwd: Path) -> list[str]:
     """The steps that the run has noted, of all waves."""
     path = cwd / "trajectories" / "r" / "batches.jsonl"
     return [line["kind"] for line in lines(path)] if path.exists() else []
@@ -356,7 +356,7 @@ def kill_on_and_on(cwd: Path, dialect: str, kills: int, seed: int, **fake: Any) 
         while killed.total() < kills:
             with started(cwd, BY_BATCH, **given) as process:
                 # Most of a short run is its start, where nothing is at stake.
-                steps, batches = len(noted(cwd)), len(api.batches)
+                steps, batches = len(noted_steps(cwd)), len(api.batches)
                 awaited = draw.choice(["step", "batch", "nothing"])
                 late = draw.uniform(0, 0.4)
 
@@ -366,7 +366,7 @@ def kill_on_and_on(cwd: Path, dialect: str, kills: int, seed: int, **fake: Any) 
                     if process.poll() is not None or awaited == "nothing":
                         return True
                     if awaited == "step":
-                        return len(noted(cwd)) > steps
+                        return len(noted_steps(cwd)) > steps
                     return len(api.batches) > batches
 
                 wait_until(is_due)
@@ -381,8 +381,8 @@ def kill_on_and_on(cwd: Path, dialect: str, kills: int, seed: int, **fake: Any) 
                     time.sleep(draw.uniform(0, 1))
                 os.kill(process.pid, number)
                 process.wait()
-                killed[(noted(cwd) or ["nothing"])[-1]] += 1
-                if noted(cwd):  # what a kill leaves is no damage
+                killed[(noted_steps(cwd) or ["nothing"])[-1]] += 1
+                if noted_steps(cwd):  # what a kill leaves is no damage
                     problems = check_run(cwd / "trajectories" / "r").found
                     assert not [one for one in problems if one.file.name == "batches.jsonl"]
         done = run(cwd, BY_BATCH, **given)

@@ -25,7 +25,7 @@ from batch_trajectories.export.conversation.row_json import read_arguments
 from batch_trajectories.records.record_types import StoredCall
 from tests.helpers.answering import JSON, answering
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.exporting import make_run, rows, worked
+from tests.helpers.exporting import call_record, make_run, rows
 from tests.helpers.running import lines, run, write_rows
 from toolsets.catalog.custom import make_toolsets
 
@@ -280,9 +280,9 @@ def integers_of(value: Any) -> Iterator[int]:
 @pytest.mark.parametrize("format", ["hermes", "llamafactory", "openai", "dpo", "kto", "atif"])
 def test_no_row_holds_an_integer_that_loaders_refuse(tmp_path: Path, format: str) -> None:
     """Beyond signed 64 bits loaders refuse the whole file or round; text keeps its digits."""
-    record = worked(check={"passed": True, "reward": 1.0})
+    record = call_record(check={"passed": True, "reward": 1.0})
     record["messages"][2]["tool_calls"][0]["function"]["arguments"] = ARGUMENTS
-    other = worked("Nothing.", check={"passed": False, "reward": 0.0})
+    other = call_record("Nothing.", check={"passed": False, "reward": 0.0})
     prompts = [{"prompt": "Question", "n": LONG}]
     source = make_run(tmp_path, record, other, samples=2, prompts=prompts)
     made = rows(source, format)

@@ -37,7 +37,7 @@ from tests.helpers.running import (
     write_prompts,
     write_rows,
 )
-from tests.program.test_agent_runs import options, prompt, scripted
+from tests.program.test_agent_runs import options, prompt, scripted_agent
 from tests.toolsets.test_sandbox import needs_bwrap
 
 pytestmark = [
@@ -120,7 +120,7 @@ def test_agents_that_are_commands_run_on_nodes(tmp_path: Path, cluster: TwoNodes
         for cwd in (local, spread):
             cwd.mkdir()
             write_rows(cwd / "p.jsonl", *rows)
-        given = {**options(endpoint, scripted()), "num_workers": 2, "batch_size": 2}
+        given = {**options(endpoint, scripted_agent()), "num_workers": 2, "batch_size": 2}
         assert run(local, **given).returncode == 0
         asked = len(endpoint.exchanges)
         given |= {"executor": "ray", "ray_address": cluster.address}

@@ -80,12 +80,12 @@ def options(endpoint: FakeEndpoint, **more: Any) -> dict[str, Any]:
 
 @contextmanager
 def recording(tmp_path: Path, endpoint: FakeEndpoint, **more: Any) -> Iterator[Recording]:
-    with recorded(tmp_path, options(endpoint, **more)) as world:
+    with run_record(tmp_path, options(endpoint, **more)) as world:
         yield world
 
 
 @contextmanager
-def recorded(tmp_path: Path, given: dict[str, Any]) -> Iterator[Recording]:
+def run_record(tmp_path: Path, given: dict[str, Any]) -> Iterator[Recording]:
     output = tmp_path / "output.txt"
     seen = output.stat().st_size if output.exists() else 0
     with started(tmp_path, "record", **given) as process:
@@ -370,7 +370,7 @@ def test_what_requests_only_point_at_is_within_the_budget(
     with answering(answer) as (url, bodies):
         place = {"base_url": f"{url}/v1", "upstream": "responses"}
         given = {"run_name": "r", "port": 0, "prices": PRICES, **place, **limit}
-        with recorded(tmp_path, given) as world:
+        with run_record(tmp_path, given) as world:
             at, plain = "/sessions/a/v1/responses", {"model": "m", "max_output_tokens": 50}
             for pointing in ({"prompt": {"id": "pmpt_1"}}, {"conversation": "conv_1"}):
                 status, said = world.ask("POST", at, {**plain, "input": "x", **pointing})

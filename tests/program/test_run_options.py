@@ -31,11 +31,11 @@ def records(cwd: Path) -> dict[str, dict[str, Any]]:
     return {record["id"]: record for record in lines(cwd / "trajectories" / "r" / "records.jsonl")}
 
 
-def exported(cwd: Path) -> list[dict[str, Any]]:
+def read_rows(cwd: Path) -> list[dict[str, Any]]:
     return lines(cwd / "trajectories" / "r.jsonl")
 
 
-def configured(cwd: Path, **options: Any) -> dict[str, Any]:
+def write_config(cwd: Path, **options: Any) -> dict[str, Any]:
     """The same options in a YAML file."""
     (cwd / "run.yaml").write_text(yaml.safe_dump({**SCRIPTED, **options}))
     return {"config": "run.yaml"}
@@ -48,7 +48,7 @@ def test_options_come_from_flags_config_and_rows(tmp_path: Path) -> None:
         {"id": "all", "prompt": "x", "script": script},
         {"id": "own", "prompt": "x", "script": script, "agent_options": {"max_turns": 1}},
     )
-    done = run(tmp_path, **configured(tmp_path, max_turns=2), repeat_limit=0)
+    done = run(tmp_path, **write_config(tmp_path, max_turns=2), repeat_limit=0)
     assert done.returncode == 0, done.stderr
     done_records = records(tmp_path)
     assert (done_records["all"]["status"], done_records["all"]["api_calls"]) == ("max_turns", 2)
@@ -88,7 +88,7 @@ def test_an_edited_option_of_a_row_is_new_work(tmp_path: Path) -> None:
     run(tmp_path, **SCRIPTED)
     write_rows(tmp_path / "p.jsonl", {**row, "agent_options": {"max_turns": 1}})
     assert run(tmp_path, **SCRIPTED).returncode == 0
-    assert [row["id"] for row in exported(tmp_path)] == []
+    assert [row["id"] for row in read_rows(tmp_path)] == []
     assert records(tmp_path)["a"]["status"] == "max_turns"
 
 
@@ -159,10 +159,10 @@ def test_require_reasoning_is_a_filter_of_the_export(tmp_path: Path) -> None:
     )
     assert run(tmp_path, **SCRIPTED, require_reasoning="true").returncode == 2, "it is a flag"
     assert run(tmp_path, "--require_reasoning", **SCRIPTED).returncode == 0
-    assert [row["id"] for row in exported(tmp_path)] == ["with"]
+    assert [row["id"] for row in read_rows(tmp_path)] == ["with"]
     assert len(records(tmp_path)) == 2
     assert run(tmp_path, "--no_require_reasoning", **SCRIPTED).returncode == 0
-    assert [row["id"] for row in exported(tmp_path)] == ["with", "without"]
+    assert [row["id"] for row in read_rows(tmp_path)] == ["with", "without"]
 
 
 def test_the_text_protocol_gives_calls_as_any_other(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_the_text_protocol_gives_calls_as_any_other(tmp_path: Path) -> None:
     assert record["status"] == "completed"
     assert record["messages"][2]["content"] == "wrote 1 bytes to a"
     assert "invented" not in json.dumps(record["messages"][2:])
-    (row,) = exported(tmp_path)
+    (row,) = read_rows(tmp_path)
     assert [turn["from"] for turn in row["conversations"]] == [
         "system",
         "human",
@@ -254,7 +254,7 @@ def test_subagents_survive_a_kill_of_everything(tmp_path: Path) -> None:
         assert record["usage"]["output_tokens"] > 0
         results = [m for m in record["messages"] if m["role"] == "tool"]
         assert [m["is_error"] for m in results] == [False] * 4
-    assert len(exported(tmp_path)) == 20
+    assert len(read_rows(tmp_path)) == 20
 
 
 @pytest.mark.slow
@@ -266,7 +266,7 @@ def test_a_subagent_can_ask_another_model(tmp_path: Path) -> None:
             {"prompt": "x", "script": [calls(call("helper", task="t")), say("done")]},
         )
         refused = run(
-            tmp_path, **configured(tmp_path, subagents=[helper]), env={"OPENAI_API_KEY": ""}
+            tmp_path, **write_config(tmp_path, subagents=[helper]), env={"OPENAI_API_KEY": ""}
         )
         assert refused.returncode == 2
         assert "OPENAI_API_KEY" in refused.stderr
@@ -336,7 +336,7 @@ def test_disabled_toolsets_are_not_offered_to_subagents(tmp_path: Path) -> None:
     row = {"prompt": "x", "script": script}
     wrong = {**row, "agent_options": {"preparation": "p", "preparation_toolsets": ["nope"]}}
     write_rows(tmp_path / "p.jsonl", row, wrong)
-    given = configured(tmp_path, subagents=[helper], disabled_toolsets=["python"])
+    given = write_config(tmp_path, subagents=[helper], disabled_toolsets=["python"])
     planned = run(tmp_path, "--dry_run", **given)
     assert "sandbox    not needed" in planned.stdout, "python runs commands, file does not"
     assert "p.jsonl:2: discarded: `preparation_toolsets`: nope not on offer" in planned.stderr

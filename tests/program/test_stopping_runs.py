@@ -29,7 +29,7 @@ def grade(conversation, workspace, row):
 """
 
 
-def needed(rule: StoppingRule) -> dict[str, str]:
+def needed_samples(rule: StoppingRule) -> dict[str, str]:
     """The records of a run that makes one sample after the other: ids, and models."""
     made = {}
     for prompt, rate in RATES.items():
@@ -82,7 +82,7 @@ def test_kills_change_no_sample(
         assert done.returncode == 0, done.stderr
     records = lines(tmp_path / "trajectories/r/records.jsonl")
     made = {record["id"]: record["model"] for record in records}
-    assert made == needed(rule)
+    assert made == needed_samples(rule)
     assert len(records) == len(made) < PROMPTS * SAMPLES
     assert run(tmp_path, "verify", "r").returncode == 0
 
@@ -93,7 +93,7 @@ def test_a_model_whose_budget_is_used_up_begins_nothing(tmp_path: Path) -> None:
     (tmp_path / "grade.py").write_text(GRADE)
     rows = [{"id": id, "prompt": f"Go, {id}.", "rate": rate} for id, rate in RATES.items()]
     write_rows(tmp_path / "p.jsonl", *rows)
-    of_large = sum(model == "openai:large" for model in needed(rule).values())
+    of_large = sum(model == "openai:large" for model in needed_samples(rule).values())
     records = tmp_path / "trajectories/r/records.jsonl"
 
     def costs() -> list[float]:
@@ -121,14 +121,14 @@ def test_a_model_whose_budget_is_used_up_begins_nothing(tmp_path: Path) -> None:
         assert 0.3 <= sum(costs()) < 0.3 + 4 * most, "what was in flight may end"
         assert len(costs()) < of_large
         kept = {one["id"] for one in lines(records) if one["model"] == "openai:small"}
-        assert kept == {id for id, model in needed(rule).items() if model == "openai:small"}
+        assert kept == {id for id, model in needed_samples(rule).items() if model == "openai:small"}
         before = sum(costs())
         again = run(tmp_path, **given, model_budgets=json.dumps({"openai:large": before / 2}))
         assert again.returncode == 3, "what earlier starts have spent counts"
         assert sum(costs()) == before
         done = run(tmp_path, **given, model_budgets=json.dumps({"openai:large": 1000}))
         assert done.returncode == 0, done.stderr
-    assert {one["id"]: one["model"] for one in lines(records)} == needed(rule)
+    assert {one["id"]: one["model"] for one in lines(records)} == needed_samples(rule)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.fakes.fake_tokens import ids_of
 from tests.helpers.running import lines, run, write_rows
 from tests.helpers.stored import token_turns_of
-from tests.program.test_agent_runs import scripted
+from tests.program.test_agent_runs import scripted_agent
 from tests.program.test_record import recording, records, stop
 from tests.program.test_token_runs import rl_rows
 from tests.toolsets.test_sandbox import needs_bwrap
@@ -115,7 +115,7 @@ def test_an_upstream_without_ids_is_refused(
 def test_calls_of_agents_are_asked_for_ids(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """The agent drops reasoning, so its template shows none, and each turn is a row."""
     write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": "Please work. [t steps=1]"})
-    agent = scripted("chat", *flags)
+    agent = scripted_agent("chat", *flags)
     given: dict[str, Any] = {
         "dataset_file": "p.jsonl",
         "run_name": "r",

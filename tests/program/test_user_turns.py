@@ -18,7 +18,7 @@ from tests.faults.oracle import resume_and_judge
 from tests.helpers.answering import JSON, answering
 from tests.helpers.playing import call, calls, say
 from tests.helpers.running import SCRIPTED, WRITE_A_NOTE, kill_repeatedly, lines, run, write_rows
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 STOP = "###STOP###"
 TASKS, KILLS = 20, 3
@@ -28,7 +28,7 @@ def records(cwd: Path) -> list[dict[str, Any]]:
     return lines(cwd / "trajectories" / "r" / "records.jsonl")
 
 
-def disturbed(cwd: Path, given: dict[str, Any], endpoint: FakeEndpoint, *, calls: int) -> int:
+def kill_and_finish(cwd: Path, given: dict[str, Any], endpoint: FakeEndpoint, *, calls: int) -> int:
     """Kill a run again and again, then have it complete; the endpoint's log judges it.
 
     Returns how many calls can have been in flight at the kills.
@@ -66,7 +66,7 @@ def test_turns_of_the_user_survive_kills(tmp_path: Path) -> None:
     ]
     write_rows(tmp_path / "p.jsonl", *rows)
     with FakeEndpoint(turns=2, latency_s=0.05, answers=0, **WRITE_A_NOTE) as endpoint:
-        disturbed(tmp_path, options(endpoint), endpoint, calls=TASKS * 4)
+        kill_and_finish(tmp_path, options(endpoint), endpoint, calls=TASKS * 4)
     for record in records(tmp_path):
         roles = [message["role"] for message in record["messages"]]
         assert roles == ["user", "assistant", "tool", "assistant", *["user", "assistant"] * 2]
@@ -115,7 +115,7 @@ def test_a_simulated_user_survives_kills(tmp_path: Path) -> None:
         }
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
         given = options(endpoint, config="run.yaml")
-        in_flight = disturbed(tmp_path, given, endpoint, calls=TASKS * 4)
+        in_flight = kill_and_finish(tmp_path, given, endpoint, calls=TASKS * 4)
     stored = []
     for record in records(tmp_path):
         users = [m["content"] for m in record["messages"] if m["role"] == "user"]
@@ -172,7 +172,7 @@ CHECK = {
 }
 
 
-def booked(flight: str) -> dict[str, Any]:
+def write_booking(flight: str) -> dict[str, Any]:
     content = json.dumps({"flight": flight})
     return calls(call("write_file", path="bookings.json", content=content))
 
@@ -208,8 +208,8 @@ def test_a_policy_a_user_with_a_scenario_and_a_check_of_the_end(tmp_path: Path) 
     asks = [say("To which flight?"), say("From A1 to B2: is that right?")]
     write_rows(
         tmp_path / "p.jsonl",
-        {**row, "id": "right", "script": [*asks, booked("B2"), say("It is done.")]},
-        {**row, "id": "wrong", "script": [*asks, booked("C3"), say("It is done.")]},
+        {**row, "id": "right", "script": [*asks, write_booking("B2"), say("It is done.")]},
+        {**row, "id": "wrong", "script": [*asks, write_booking("C3"), say("It is done.")]},
     )
     done = run(
         tmp_path,
@@ -227,6 +227,6 @@ def test_a_policy_a_user_with_a_scenario_and_a_check_of_the_end(tmp_path: Path) 
     }
     assert found["right"]["check"]["passed"]
     assert not found["wrong"]["check"]["passed"]
-    assert "notes" not in find_flags(stored(found["right"])), "the user's messages are none"
+    assert "notes" not in find_flags(to_record(found["right"])), "the user's messages are none"
     users = [m["content"] for m in found["right"]["messages"] if m["role"] == "user"]
     assert users == [row["prompt"], "To B2, please.", "Yes."]

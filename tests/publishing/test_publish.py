@@ -23,7 +23,7 @@ from batch_trajectories.publishing.published_config import (
     find_foreign_options,
     publish_config,
 )
-from tests.helpers.exporting import make_run, worked
+from tests.helpers.exporting import call_record, make_run
 from tests.helpers.running import SCRIPTED, command, lines, run, write_rows
 
 KEY = "sk-ant-api03-" + "Zm9vYmFyYmF6" * 4
@@ -43,7 +43,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
-def refused(said: str, folder: Path, kind: str) -> None:
+def check_refusal(said: str, folder: Path, kind: str) -> None:
     """Check that nothing was published, and that the refusal names its kind but not the text."""
     assert kind in said
     assert not (folder / "OUT").exists()
@@ -51,7 +51,7 @@ def refused(said: str, folder: Path, kind: str) -> None:
 
 
 def test_holds_the_job_and_its_facts(tmp_path: Path) -> None:
-    make_run(tmp_path, worked(), worked("Other."))
+    make_run(tmp_path, call_record(), call_record("Other."))
     said = publish(tmp_path, format="openai,hermes", license="mit")
     found = contents(tmp_path / "OUT")
     assert {*found} == {
@@ -77,7 +77,7 @@ def test_holds_the_job_and_its_facts(tmp_path: Path) -> None:
 
 
 def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
-    make_run(tmp_path, worked())
+    make_run(tmp_path, call_record())
     publish(tmp_path, format="openai")
     before = contents(tmp_path / "OUT")
     publish(tmp_path, "--replace", format="openai")
@@ -85,7 +85,7 @@ def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_refuses_to_replace_unless_asked_and_never_other_files(tmp_path: Path) -> None:
-    make_run(tmp_path, worked())
+    make_run(tmp_path, call_record())
     publish(tmp_path, format="openai")
     assert "--replace" in publish(tmp_path, format="openai", ok=False)
     for file in (tmp_path / "OUT").rglob("*"):
@@ -104,7 +104,7 @@ def test_refuses_to_replace_unless_asked_and_never_other_files(tmp_path: Path) -
 
 
 def test_a_row_with_a_key_is_left_out(tmp_path: Path) -> None:
-    make_run(tmp_path, worked(f"The key is {KEY}"), worked("Fine."))
+    make_run(tmp_path, call_record(f"The key is {KEY}"), call_record("Fine."))
     publish(tmp_path, format="openai")
     assert len(lines(tmp_path / "OUT" / "openai" / "train.jsonl")) == 1
     assert not any(KEY.encode() in content for content in contents(tmp_path / "OUT").values())
@@ -128,16 +128,16 @@ def test_a_row_with_a_fact_of_the_machine_stops_it(
     monkeypatch.setenv("USER", "marlene7")
     monkeypatch.setenv("OWN_TOKEN", "plain-words-only")
     text = planted.format(home=home, run=tmp_path / "r", value="plain-words-only")
-    make_run(tmp_path, worked("Fine."), worked(f"It is {text}"))
+    make_run(tmp_path, call_record("Fine."), call_record(f"It is {text}"))
     said = publish(tmp_path, format=form, ok=False)
-    refused(said, tmp_path, kind)
+    check_refusal(said, tmp_path, kind)
     assert "plain-words-only" not in said
 
 
 def test_a_prompt_with_a_key_stops_it(tmp_path: Path) -> None:
-    make_run(tmp_path, worked(), prompts=[f"Use {KEY} for it"])
+    make_run(tmp_path, call_record(), prompts=[f"Use {KEY} for it"])
     said = publish(tmp_path, format="openai", ok=False)
-    refused(said, tmp_path, "prompts.jsonl, line 1: a secret")
+    check_refusal(said, tmp_path, "prompts.jsonl, line 1: a secret")
     assert KEY not in said
 
 
@@ -146,7 +146,7 @@ def test_the_home_of_root_counts_where_no_conversation_is(
 ) -> None:
     """Containers have it, too, so rows may hold it."""
     monkeypatch.setenv("HOME", "/root")
-    make_run(tmp_path, worked("It is /root/x"))
+    make_run(tmp_path, call_record("It is /root/x"))
     publish(tmp_path, format="openai")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("formats: [openai]\ncard: {prompt_source: from /root/x}\n")
@@ -156,17 +156,17 @@ def test_the_home_of_root_counts_where_no_conversation_is(
 
 
 def test_paths_that_the_config_names_count(tmp_path: Path) -> None:
-    make_run(tmp_path, worked("See /secret7/rewards.py"))
+    make_run(tmp_path, call_record("See /secret7/rewards.py"))
     identity = json.loads((tmp_path / "r" / "run.json").read_text())
     identity["config"]["reward"] = ["/secret7/rewards.py:late"]
     (tmp_path / "r" / "run.json").write_text(json.dumps(identity))
     said = publish(tmp_path, format="openai", ok=False)
-    refused(said, tmp_path, "openai/train.jsonl, line 1: a path of this machine")
+    check_refusal(said, tmp_path, "openai/train.jsonl, line 1: a path of this machine")
 
 
 def test_a_text_can_be_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER", "marlene7")
-    make_run(tmp_path, worked("It is /home/marlene7/x"))
+    make_run(tmp_path, call_record("It is /home/marlene7/x"))
     publish(tmp_path, format="openai", allow="/home/marlene7")
 
 
@@ -259,7 +259,7 @@ def test_paths_of_the_recipe_become_names(tmp_path: Path) -> None:
     (tmp_path / "private" / "bench.txt").write_text("what is the question of the bench then\n")
     recipe = tmp_path / "private" / "recipe.yaml"
     recipe.write_text("formats: [openai]\nfilters: {evaluation_files: [bench.txt]}\n")
-    make_run(tmp_path, worked())
+    make_run(tmp_path, call_record())
     said = publish(tmp_path, recipe=recipe)
     assert "filters.evaluation_files: bench.txt, sha256" in said
     found = contents(tmp_path / "OUT")
@@ -296,7 +296,7 @@ def test_digests_alone_leave_no_prompt(tmp_path: Path, form: str) -> None:
 
 
 def test_digests_alone_refuse_formats_that_show_prompts_otherwise(tmp_path: Path) -> None:
-    make_run(tmp_path, worked())
+    make_run(tmp_path, call_record())
     said = publish(tmp_path, format="parquet", prompts="digests", ok=False)
     assert "parquet" in said
 
@@ -306,7 +306,7 @@ def test_digests_alone_refuse_formats_that_show_prompts_otherwise(tmp_path: Path
 
 @pytest.mark.slow
 def test_a_kill_leaves_no_half_publication(tmp_path: Path) -> None:
-    make_run(tmp_path, *(worked(f"Answer {n}. " + "word " * 200) for n in range(300)))
+    make_run(tmp_path, *(call_record(f"Answer {n}. " + "word " * 200) for n in range(300)))
     line = command("publish", tmp_path / "r", tmp_path / "OUT", "--replace", format="openai,hermes")
     began = time.monotonic()
     subprocess.run(line, cwd=tmp_path, check=True, capture_output=True)
@@ -330,7 +330,7 @@ def test_a_kill_leaves_no_half_publication(tmp_path: Path) -> None:
 
 def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     """The next `publish` finds the old publication aside and puts it back."""
-    make_run(tmp_path, worked())
+    make_run(tmp_path, call_record())
     publish(tmp_path, format="openai")
     before = contents(tmp_path / "OUT")
     (tmp_path / "OUT").rename(tmp_path / ".OUT.replaced")

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helpers.exporting import make_run, worked
+from tests.helpers.exporting import call_record, make_run
 from tests.helpers.running import run
 
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     """A publication, in a directory of its own."""
-    make_run(tmp_path, worked(), worked("Other."))
+    make_run(tmp_path, call_record(), call_record("Other."))
     place = tmp_path / "received" / "OUT"
     done = run(tmp_path, "publish", tmp_path / "r", place, format="openai,parquet", license="mit")
     assert done.returncode == 0, done.stderr
@@ -242,10 +242,10 @@ def test_names_the_options_that_a_start_lacks(out: Path) -> None:
 
 def test_compares_the_rows_of_two(out: Path, tmp_path: Path) -> None:
     (tmp_path / "again").mkdir()
-    make_run(tmp_path / "again", worked(), worked("Other."))
+    make_run(tmp_path / "again", call_record(), call_record("Other."))
     run(tmp_path, "publish", tmp_path / "again" / "r", tmp_path / "two", format="openai,parquet")
     assert "the same rows" in verify(out, code=0, same_as=tmp_path / "two")
-    make_run(tmp_path / "again", worked(), worked("Another."))
+    make_run(tmp_path / "again", call_record(), call_record("Another."))
     options: dict[str, Any] = {"format": "openai,parquet"}
     run(tmp_path, "publish", tmp_path / "again" / "r", tmp_path / "two", "--replace", **options)
     said = verify(out, code=6, same_as=tmp_path / "two")
@@ -253,7 +253,7 @@ def test_compares_the_rows_of_two(out: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_and_a_dataset_are_no_publications(tmp_path: Path) -> None:
-    make_run(tmp_path, worked())
+    make_run(tmp_path, call_record())
     assert run(tmp_path, "export", tmp_path / "r", format="openai").returncode == 0
     dataset = tmp_path / "r" / "exports" / "dataset"
     assert "no publication" in verify(dataset, code=2)

@@ -22,10 +22,17 @@ from batch_trajectories.report.facts import make_table_row
 from batch_trajectories.scoring.by_judge import load_prompt
 from tests.helpers.answering import JSON, answering
 from tests.helpers.builders import assistant, call
-from tests.helpers.exporting import exported, judged, make_run, rejects, rows, worked
+from tests.helpers.exporting import (
+    call_record,
+    export_to_dataset,
+    judged_record,
+    make_run,
+    rejects,
+    rows,
+)
 from tests.helpers.playing import say
 from tests.helpers.running import ROOT, SCRIPTED, lines, run, started, wait_until, write_rows
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 ROWS: list[dict[str, Any]] = [
     {"id": "good", "check": "true"},
@@ -123,10 +130,10 @@ class TestSums:
         self, verdict: bool | None, reward: float | None, passed: bool | None
     ) -> None:
         check = {"passed": verdict, "reward": reward}
-        record = worked(check=check, input_digest="d", tool_calls=[], cost_usd=None, attempt=1)
-        fields = index_fields(stored(record))
+        record = call_record(check=check, input_digest="d", tool_calls=[], cost_usd=None, attempt=1)
+        fields = index_fields(to_record(record))
         index = Index(MARK + RowMaker().rows(fields, 0, 9))
-        assert has_passed(verdict, reward) is judge_record(stored(record)).passed is passed
+        assert has_passed(verdict, reward) is judge_record(to_record(record)).passed is passed
         assert [index.entry(2).passed, *index.passed([2]), fields.passed] == [passed] * 3
         sums = CheckSums()
         sums.add(verdict, reward)
@@ -135,17 +142,17 @@ class TestSums:
 
     @pytest.mark.parametrize("reward", [0.1, -3.0, 1e300, float("-inf"), 10**400, True, None])
     def test_any_reward_of_a_check_fits_the_index(self, reward: Any) -> None:
-        record = worked(check={"passed": False, "reward": reward}, attempt=1)
+        record = call_record(check={"passed": False, "reward": reward}, attempt=1)
         record |= {"input_digest": "d", "tool_calls": [], "cost_usd": None}
-        entry = Index(MARK + RowMaker().rows(index_fields(stored(record)), 0, 9)).entry(2)
+        entry = Index(MARK + RowMaker().rows(index_fields(to_record(record)), 0, 9)).entry(2)
         assert entry.passed is False
         assert isinstance(entry.reward, float)
 
     @pytest.mark.parametrize("count", [None, -5, 0, 2**32, 2**43 + 5, 2**63, 2**200])
     def test_any_count_of_tokens_fits_the_index(self, count: int | None) -> None:
-        record = worked(usage={"input_tokens": count, "output_tokens": 7}, attempt=1)
+        record = call_record(usage={"input_tokens": count, "output_tokens": 7}, attempt=1)
         record |= {"input_digest": "d", "tool_calls": [], "cost_usd": None}
-        entry = Index(MARK + RowMaker().rows(index_fields(stored(record)), 0, 9)).entry(2)
+        entry = Index(MARK + RowMaker().rows(index_fields(to_record(record)), 0, 9)).entry(2)
         assert entry.input_tokens == (count if count in (0, 2**32, 2**43 + 5) else None)
         assert entry.output_tokens == 7
 
@@ -310,7 +317,11 @@ class TestWhatIsRequired:
 
     def test_of_rows_to_imitate_and_not_of_pairs(self, tmp_path: Path) -> None:
         source = make_run(
-            tmp_path, judged(1.0, "A"), judged(0.0, "B"), judged(None, "C"), samples=3
+            tmp_path,
+            judged_record(1.0, "A"),
+            judged_record(0.0, "B"),
+            judged_record(None, "C"),
+            samples=3,
         )
         required: Any = {"filters": {"require_passed": True}}
         assert [row["id"] for row in rows(source, "openai", **required)] == ["t0", "t0#s2"]
@@ -371,10 +382,10 @@ class TestTheReport:
             "discarded": [],
             "resumes": [],
         }
-        record = worked(**(known | {"view_compacted": False, "tool_calls": []} | changes))
+        record = call_record(**(known | {"view_compacted": False, "tool_calls": []} | changes))
         record |= {"cost_usd": None, "finished_at": 1.0, "error": None}
         record.setdefault("status_reason", None)
-        row = make_table_row(stored(record))
+        row = make_table_row(to_record(record))
         assert (row["passed"], row["reward"]) == (passed, reward)
         assert row["flags"] == [flag] * bool(flag)
 
@@ -383,13 +394,13 @@ class TestACheckThatFailedItself:
     """Its conversation is neither good nor bad, whoever asks."""
 
     def failed(self, answer: str, **more: Any) -> dict[str, Any]:
-        return worked(answer, check=FAILED, **more)
+        return call_record(answer, check=FAILED, **more)
 
     def test_is_no_training_data_where_passing_is_asked_for(self, tmp_path: Path) -> None:
         source = make_run(
             tmp_path,
-            judged(1.0, "A"),
-            judged(0.0, "B"),
+            judged_record(1.0, "A"),
+            judged_record(0.0, "B"),
             self.failed("C"),
             self.failed("D"),
             samples=4,
@@ -406,7 +417,7 @@ class TestACheckThatFailedItself:
         score = {"source": "f", "version": "1", "error": None, "rewards": {"f": 0.0}}
         source = make_run(
             tmp_path,
-            judged(1.0, "A"),
+            judged_record(1.0, "A"),
             self.failed("B"),
             self.failed("C", scores=[score]),
             samples=3,
@@ -419,27 +430,27 @@ class TestACheckThatFailedItself:
     def test_is_left_out_of_rates(self) -> None:
         statistics = RewardStatistics(2)
         for number, check in enumerate([{"passed": True, "reward": 1.0}, FAILED]):
-            statistics.add(stored(worked(check=check, prompt_id="p", sample=number)))
+            statistics.add(to_record(call_record(check=check, prompt_id="p", sample=number)))
         figures = statistics.to_json()
         assert figures["pass_at"] == {"1": 100.0}
         assert figures["by_name"]["reward"]["records"] == 1
 
     def test_is_not_stood_for_by_other_rewards_or_answers(self) -> None:
         score = {"source": "s", "version": None, "rewards": {"style": 0.7}, "error": None}
-        assert judge_record(stored(self.failed("A", scores=[score]))) == (
+        assert judge_record(to_record(self.failed("A", scores=[score]))) == (
             None,
             None,
             "it timed out",
         )
         own = {"source": "s", "version": None, "rewards": {"reward": 0.7}, "error": None}
-        assert judge_record(stored(self.failed("A", scores=[own]))) == (None, 0.7, None)
+        assert judge_record(to_record(self.failed("A", scores=[own]))) == (None, 0.7, None)
         compared: Any = {"options": {"check_expected": True}, "row": {"expected": "A"}}
-        assert judge_record(stored(self.failed("A", **compared))).passed is None
+        assert judge_record(to_record(self.failed("A", **compared))).passed is None
 
     def test_has_its_place_in_the_index(self) -> None:
         record = self.failed("A", attempt=1)
         record |= {"input_digest": "d", "tool_calls": [], "cost_usd": None}
-        entry = Index(MARK + RowMaker().rows(index_fields(stored(record)), 0, 9)).entry(2)
+        entry = Index(MARK + RowMaker().rows(index_fields(to_record(record)), 0, 9)).entry(2)
         assert (entry.check_failed, entry.passed, entry.reward) == (True, None, None)
 
 
@@ -520,7 +531,7 @@ class TestWrongAnswers:
         source = make_run(tmp_path, *samples, samples=2, prompts=EXPECTED)
         for filters in ({"near_duplicates": 0.5}, {"first_n": 1}, {"best_n": 1}):
             for formats in ("openai", "openai,dpo"):
-                directory, _ = exported(source, formats=formats, filters=filters)
+                directory, _ = export_to_dataset(source, formats=formats, filters=filters)
                 entries = lines(directory / "openai" / "train.jsonl")
                 assert [row["id"] for row in entries] == ["t0#s1"]
             assert len(lines(directory / "dpo" / "train.jsonl")) == 1
@@ -556,7 +567,7 @@ class TestTarget:
         assert "target" not in rules.rollout_columns(row)
 
     def test_records_are_judged_filtered_and_shown_by_it(self, tmp_path: Path) -> None:
-        record = stored(right("4", row=ONLY_TARGET))
+        record = to_record(right("4", row=ONLY_TARGET))
         assert judge_record(record).passed is True
         assert "known to be right:\n<expected>\n4\n" in load_prompt(None).question(record)
         source = make_run(tmp_path, right("4"), right("5"), prompts=[ONLY_TARGET] * 2)
@@ -566,7 +577,7 @@ class TestTarget:
     def test_trainers_get_it(self, tmp_path: Path) -> None:
         parquet = pytest.importorskip("pyarrow.parquet")
         source = make_run(tmp_path, right("4"), prompts=[ONLY_TARGET])
-        directory, _ = exported(source, formats="prompts")
+        directory, _ = export_to_dataset(source, formats="prompts")
         (row,) = parquet.read_table(directory / "prompts" / "train.parquet").to_pylist()
         assert row["reward_model"]["ground_truth"] == "4"
 
@@ -578,7 +589,7 @@ class TestTarget:
 
 def right(answer: str, **changes: Any) -> dict[str, Any]:
     """A record whose answer was the expected one."""
-    return worked(answer, options={"check_expected": True}, **changes)
+    return call_record(answer, options={"check_expected": True}, **changes)
 
 
 def wrong(answer: str, **changes: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from batch_trajectories.records.index import (
 from batch_trajectories.records.records import RecordFile, load_index, parse_record
 from batch_trajectories.records.tasks import task_key
 from tests.helpers.exporting import bare
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 ENDINGS = [
     ("completed", None),
@@ -65,7 +65,7 @@ def write(run_dir: Path, seed: int, count: int) -> list[dict[str, Any]]:
     records = [some_record(draw, draw.randrange(count)) for _ in range(count)]
     file = RecordFile(run_dir, run_dir / "quarantine")
     for number, record in enumerate(records):
-        file.append(orjson.dumps(record) + b"\n", index_fields(stored(record)))
+        file.append(orjson.dumps(record) + b"\n", index_fields(to_record(record)))
         if number % 7 == 0:
             file.sync()
     file.sync()
@@ -98,7 +98,7 @@ def from_records(run_dir: Path) -> dict[bytes, IndexEntry]:
     return collected
 
 
-def cut(at: int) -> Callable[[bytes], bytes]:
+def cut_index(at: int) -> Callable[[bytes], bytes]:
     return lambda index: index[:at]
 
 
@@ -116,11 +116,11 @@ DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
     "of an older form": lambda index: b'["7cea7e2e2b418070cf8398093a6dfb0f",0,1410]\n' * 40,
     "of the format before": lambda index: index.replace(b"records index 2", b"records index 1"),
     "garbage": lambda index: b"\xff" * 5000,
-    "half a mark": cut(ROW_BYTES // 2),
-    "a mark alone": cut(ROW_BYTES),
-    "an ending that nobody has": cut(2 * ROW_BYTES),
-    "a torn row": cut(20 * ROW_BYTES + 17),
-    "rows behind": cut(50 * ROW_BYTES),
+    "half a mark": cut_index(ROW_BYTES // 2),
+    "a mark alone": cut_index(ROW_BYTES),
+    "an ending that nobody has": cut_index(2 * ROW_BYTES),
+    "a torn row": cut_index(20 * ROW_BYTES + 17),
+    "rows behind": cut_index(50 * ROW_BYTES),
     "all zeros": zeros(0, 1 << 20),
     "zeros after the mark": zeros(ROW_BYTES, 1 << 20),
     "zeros from a block on": zeros(4096, 1 << 20),
@@ -206,7 +206,7 @@ def test_a_reader_beside_the_run_sees_records_that_have_no_row_yet(tmp_path: Pat
     draw = random.Random(0)
     for task in range(100, 105):
         record = some_record(draw, task)
-        file.append(orjson.dumps(record) + b"\n", index_fields(stored(record)))
+        file.append(orjson.dumps(record) + b"\n", index_fields(to_record(record)))
     assert dict(load_index(tmp_path)) == from_records(tmp_path)
     file.close()
 
@@ -265,7 +265,7 @@ def test_sums_over_records_are_those_of_their_entries(tmp_path: Path) -> None:
     assert 0 < sums.cost_unknown < len(with_turns)
 
 
-def ended(status: str, error_class: str | None, verdict: bool | None) -> IndexFields:
+def ending_fields(status: str, error_class: str | None, verdict: bool | None) -> IndexFields:
     """The facts of a record with this ending."""
     return IndexFields(
         id="a",
@@ -294,7 +294,7 @@ def test_an_ending_is_whole_however_long_its_words_are(
 ) -> None:
     """A row has 34 bytes for it."""
     error_class = "check_failed" if failed else None
-    fields = ended(status, error_class, verdict)
+    fields = ending_fields(status, error_class, verdict)
     rows = MARK + RowMaker().rows(fields, 0, 10)
     assert next(Index(rows).endings([2])) == Ending(status, verdict, error_class)
     assert valid_rows(rows, 10) == (len(rows), 10)
@@ -303,7 +303,7 @@ def test_an_ending_is_whole_however_long_its_words_are(
 @pytest.mark.parametrize("error_class", ERROR_CLASSES)
 @pytest.mark.parametrize("verdict", [None, True, False])
 def test_the_class_of_a_failure_is_whole(error_class: str, verdict: bool | None) -> None:
-    fields = ended("failed", error_class, verdict)
+    fields = ending_fields("failed", error_class, verdict)
     rows = MARK + RowMaker().rows(fields, 0, 10)
     assert next(Index(rows).endings([2])) == Ending("failed", verdict, error_class)
 
@@ -349,5 +349,5 @@ def test_a_record_with_unusable_fields_is_not_parsed(odd: dict[str, Any]) -> Non
 
 def test_a_huge_attempt_number_is_capped(tmp_path: Path) -> None:
     record = some_record(random.Random(0), 1) | {"attempt": 10**9}
-    rows = RowMaker().rows(index_fields(stored(record)), 0, 10)
+    rows = RowMaker().rows(index_fields(to_record(record)), 0, 10)
     assert Index(MARK + rows).entry(2).attempt == 2**16 - 1

@@ -16,7 +16,7 @@ from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.records.reader import stored_records
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.scores import Labels, append_label, label_change, score_key
-from tests.helpers.exporting import judged, make_run, rejects, rows, worked
+from tests.helpers.exporting import call_record, judged_record, make_run, rejects, rows
 from tests.helpers.running import lines, run
 
 
@@ -30,7 +30,7 @@ def say(source: Source, id: str, who: str = "ann", **said: Any) -> None:
 
 
 def test_the_last_line_of_each_reviewer_counts_for_each_key(tmp_path: Path) -> None:
-    source = make_run(tmp_path, worked())
+    source = make_run(tmp_path, call_record())
     say(source, "t0", verdict="reject", note="too short")
     say(source, "t0", "bob", verdict="keep")
     say(source, "t0", verdict="keep", no_loss=[1])
@@ -75,7 +75,7 @@ def test_two_reviewers_at_once_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_labels_that_are_read_while_they_are_counted_disturb_nobody(tmp_path: Path) -> None:
-    source = make_run(tmp_path, worked(), worked(), worked())
+    source = make_run(tmp_path, call_record(), call_record(), call_record())
     say(source, "t0", verdict="keep")
     say(source, "t1", verdict="keep")
     labels = Labels(source.run_dir)
@@ -95,7 +95,7 @@ def test_a_torn_line_of_a_killed_writer_is_set_aside(tmp_path: Path) -> None:
 
 
 def test_a_damaged_line_is_named_and_repaired(tmp_path: Path) -> None:
-    source = make_run(tmp_path, worked())
+    source = make_run(tmp_path, call_record())
     say(source, "t0", verdict="keep")
     path = source.run_dir / "labels.jsonl"
     path.write_bytes(path.read_bytes().replace(b"keep", b"keeq"))
@@ -108,7 +108,7 @@ def test_a_damaged_line_is_named_and_repaired(tmp_path: Path) -> None:
 
 
 def test_filters_take_what_people_keep(tmp_path: Path) -> None:
-    source = make_run(tmp_path, *(worked(f"Answer {n}.") for n in range(5)))
+    source = make_run(tmp_path, *(call_record(f"Answer {n}.") for n in range(5)))
     say(source, "t0", verdict="keep")
     say(source, "t1", verdict="reject")
     say(source, "t2", verdict="fix")
@@ -121,7 +121,7 @@ def test_filters_take_what_people_keep(tmp_path: Path) -> None:
 
 
 def test_a_mask_takes_the_loss_of_turns_that_people_mark(tmp_path: Path) -> None:
-    source = make_run(tmp_path, worked())
+    source = make_run(tmp_path, call_record())
     say(source, "t0", no_loss=[1, 9])
     (row,) = rows(source, "openai", mask={"label": True})
     assert json.loads(row["metadata"])["masked"] == [{"turn": 1, "reasons": ["label"]}]
@@ -129,8 +129,12 @@ def test_a_mask_takes_the_loss_of_turns_that_people_mark(tmp_path: Path) -> None
 
 def test_dpo_has_exactly_the_pairs_that_people_prefer(tmp_path: Path) -> None:
     """Whatever the rewards, which the samples need not have; where two differ, none."""
-    given = [worked(f"Answer {n}.") for n in range(3)]
-    contested = [judged(1.0, "Right."), judged(0.0, "Wrong."), judged(0.5, "So so.")]
+    given = [call_record(f"Answer {n}.") for n in range(3)]
+    contested = [
+        judged_record(1.0, "Right."),
+        judged_record(0.0, "Wrong."),
+        judged_record(0.5, "So so."),
+    ]
     source = make_run(tmp_path, *given, *contested, samples=3)
     records = records_of(source)
 
@@ -147,7 +151,7 @@ def test_dpo_has_exactly_the_pairs_that_people_prefer(tmp_path: Path) -> None:
 
 
 def test_kto_takes_verdicts(tmp_path: Path) -> None:
-    source = make_run(tmp_path, *(worked(f"Answer {n}.") for n in range(3)))
+    source = make_run(tmp_path, *(call_record(f"Answer {n}.") for n in range(3)))
     say(source, "t0", verdict="keep")
     say(source, "t1", verdict="reject")
     made = rows(source, "kto", preference={"by": "label"})
@@ -156,7 +160,7 @@ def test_kto_takes_verdicts(tmp_path: Path) -> None:
 
 def test_agreement_is_measured(tmp_path: Path) -> None:
     """Of two reviewers, 6 of 8 the same: kappa is (0.75 - 0.5) / 0.5; and with the check."""
-    source = make_run(tmp_path, *(judged(n % 2, f"Answer {n}.") for n in range(8)))
+    source = make_run(tmp_path, *(judged_record(n % 2, f"Answer {n}.") for n in range(8)))
     for n in range(8):
         say(source, f"t{n}", verdict="keep" if n < 4 else "reject")
         say(source, f"t{n}", "bob", verdict="keep" if n in (0, 1, 2, 7) else "reject")
@@ -171,8 +175,8 @@ def test_agreement_is_measured(tmp_path: Path) -> None:
 
 
 def test_the_command_labels_and_compare_shows_it(tmp_path: Path) -> None:
-    first = make_run(tmp_path, worked("One."), worked("Two."), samples=2)
-    make_run(tmp_path, worked("One."), worked("Two."), samples=2, name="s")
+    first = make_run(tmp_path, call_record("One."), call_record("Two."), samples=2)
+    make_run(tmp_path, call_record("One."), call_record("Two."), samples=2, name="s")
     options: dict[str, Any] = {"output_dir": tmp_path, "who": "ann"}
     run(tmp_path, "label", "r", "t0#s1", verdict="keep", no_loss="1,2", over="t0", **options)
     run(tmp_path, "label", "s", "t0#s1", verdict="reject", **options)
@@ -194,7 +198,7 @@ def test_the_command_labels_and_compare_shows_it(tmp_path: Path) -> None:
 def test_the_command_refuses_what_no_reader_could_follow(
     tmp_path: Path, options: dict[str, Any], problem: str
 ) -> None:
-    source = make_run(tmp_path, worked())
+    source = make_run(tmp_path, call_record())
     done = CliRunner().invoke(
         label, [str(source.run_dir), "t0", *(f"--{k}={v}" for k, v in options.items())]
     )

@@ -14,7 +14,7 @@ from batch_trajectories.records.files import DamagedLine, add_checksum
 from batch_trajectories.records.record_types import Record, decode_record
 from tests.helpers.builders import assistant, user
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
-from tests.helpers.stored import ROW_FORMATS, row_in, stored, whole
+from tests.helpers.stored import ROW_FORMATS, complete, row_in, to_record
 
 LONG, OTHER = "long " * 1000, "other " * 1000
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 5000}}
@@ -30,20 +30,20 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 
-def unshared(record: dict[str, Any]) -> Record:
+def old_record(record: dict[str, Any]) -> Record:
     """The record as earlier versions stored it."""
-    return decode_record(add_checksum(exact_json.dumps(whole(record))))
+    return decode_record(add_checksum(exact_json.dumps(complete(record))))
 
 
-def made(name: str) -> dict[str, Any]:
+def make_record(name: str) -> dict[str, Any]:
     row, opening = ROWS[name]
-    return whole({"row": row, "messages": [*opening, assistant("Done.")], "turns": [{}]})
+    return complete({"row": row, "messages": [*opening, assistant("Done.")], "turns": [{}]})
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_text_is_stored_once_and_read_as_if_it_were_stored_twice(name: str) -> None:
-    record = made(name)
-    ours, before = stored(record), unshared(record)
+    record = make_record(name)
+    ours, before = to_record(record), old_record(record)
     assert len(ours.line) < len(before.line) - 4900
     assert ours.row == record["row"]
     assert ours.as_dict() == before.as_dict() == record
@@ -53,20 +53,20 @@ def test_a_text_is_stored_once_and_read_as_if_it_were_stored_twice(name: str) ->
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
 def test_rows_of_all_formats_are_the_same(format: str) -> None:
-    record = made("a prompt")
-    assert row_in(format, stored(record)) == row_in(format, unshared(record))
+    record = make_record("a prompt")
+    assert row_in(format, to_record(record)) == row_in(format, old_record(record))
 
 
 def test_a_record_without_long_texts_is_stored_as_before() -> None:
-    record = whole({"row": {"prompt": "short"}, "messages": [user("short")]})
-    assert stored(record).line == unshared(record).line
+    record = complete({"row": {"prompt": "short"}, "messages": [user("short")]})
+    assert to_record(record).line == old_record(record).line
 
 
 @pytest.mark.parametrize("place", [[9, "content"], [0, "nothing"], ["x"]])
 def test_a_reference_to_no_place_is_damage(place: list[Any]) -> None:
-    record = made("a prompt") | {"row_texts": [[["prompt"], place]]}
+    record = make_record("a prompt") | {"row_texts": [[["prompt"], place]]}
     with pytest.raises(DamagedLine, match="`row_texts` names a place that does not exist"):
-        unshared(record)
+        old_record(record)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.records.files import add_checksum
 from batch_trajectories.records.record_types import decode_record
 from tests.helpers.builders import assistant, user
-from tests.helpers.stored import whole
+from tests.helpers.stored import complete
 
 TOOL = {"type": "function", "function": {"name": "t", "parameters": {"type": "object"}}}
 SAID = [user('Say ,"tools":[] and \\",\\"tools\\":[].'), assistant("Done.")]
@@ -42,7 +42,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], bytes]] = {
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("name", RECORDS)
 def test_only_the_members_given_are_others(name: str, writer: str) -> None:
-    made = whole({"tools": [TOOL], "messages": SAID, "turns": [{}], **RECORDS[name]})
+    made = complete({"tools": [TOOL], "messages": SAID, "turns": [{}], **RECORDS[name]})
     record = decode_record(WRITERS[writer](made))
     assert json.loads(record.splice({})) == made
     spliced = json.loads(record.splice({"tools": b'["0-1"]', "form": b'{"file":"training"}'}))

@@ -41,7 +41,7 @@ from batch_trajectories.records.journal import (
 from batch_trajectories.records.records import RecordFile, load_index, refuse_lost_records
 from batch_trajectories.records.tasks import BadRow, task_key
 from tests.helpers.exporting import bare
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 
 def record(task: str, status: str = "completed", attempt: int = 1) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def record(task: str, status: str = "completed", attempt: int = 1) -> dict[str, 
 
 def append(file: RecordFile, *records: dict[str, Any]) -> None:
     for one in records:
-        file.append(orjson.dumps(one) + b"\n", index_fields(stored(one)))
+        file.append(orjson.dumps(one) + b"\n", index_fields(to_record(one)))
     file.sync()
 
 
@@ -76,7 +76,7 @@ def records(tmp_path: Path) -> Path:
 
 def test_records_that_are_removed_before_their_first_sync_are_missed(tmp_path: Path) -> None:
     file = open_records(tmp_path)
-    file.append(orjson.dumps(record("a")) + b"\n", index_fields(stored(record("a"))))
+    file.append(orjson.dumps(record("a")) + b"\n", index_fields(to_record(record("a"))))
     (tmp_path / "records.jsonl").unlink()
     with pytest.raises(StorageError, match="removed or replaced"):
         file.sync()
@@ -620,11 +620,11 @@ TOOLS = [{"type": "function", "function": {"name": "a", "parameters": {"options"
 
 
 def test_tools_that_many_records_offer_are_one_object() -> None:
-    first, *others = [stored({"id": str(n), "tools": TOOLS}) for n in range(3)]
+    first, *others = [to_record({"id": str(n), "tools": TOOLS}) for n in range(3)]
     assert first.tools == TOOLS
     assert all(other.tools is first.tools for other in others)
     long = [{"type": "function", "function": {"name": "a", "parameters": {"n": 2**70}}}]
-    assert stored({"tools": long}).tools == long
+    assert to_record({"tools": long}).tools == long
 
 
 def test_a_pipe_in_place_of_a_json_file_is_not_read(tmp_path: Path) -> None:

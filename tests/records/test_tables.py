@@ -17,7 +17,7 @@ from batch_trajectories.api.tables import TABLES, TableName
 from batch_trajectories.records.records import UnreadableRecord
 from batch_trajectories.records.scores import score_key
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.exporting import judged, make_run, worked
+from tests.helpers.exporting import call_record, judged_record, make_run
 from tests.helpers.running import command, write_rows
 
 FAILED = record_of(user(), status="failed", error={"class": "ModelError", "message": "gone"})
@@ -36,7 +36,7 @@ def test_a_task_has_its_ending_amounts_and_judgement(tmp_path: Path) -> None:
     first, second = rows_of(
         tmp_path,
         "tasks",
-        worked(usage=usage, cost_usd=1, check=check, finished_at=2.5, tool_calls=[run]),
+        call_record(usage=usage, cost_usd=1, check=check, finished_at=2.5, tool_calls=[run]),
         FAILED,
     )
     assert (first["id"], first["turns"]) == ("t0", 2)
@@ -90,7 +90,7 @@ def test_calls_have_arguments_results_and_times(tmp_path: Path) -> None:
 
 
 def test_scores_are_those_of_the_check_and_of_later_judges(tmp_path: Path) -> None:
-    source = make_run(tmp_path, judged(1.0, "A"), worked("B"))
+    source = make_run(tmp_path, judged_record(1.0, "A"), call_record("B"))
     record = open_run(source.run_dir).find("t1")
     line = {"source": "judge", "version": "1", "error": None, "rewards": {"style": 0.5}, "at": 4}
     write_rows(source.run_dir / "scores.jsonl", {**line, "record": score_key(record), "id": "t1"})
@@ -104,14 +104,14 @@ def test_scores_are_those_of_the_check_and_of_later_judges(tmp_path: Path) -> No
 
 
 def test_an_expected_answer_is_a_judgement(tmp_path: Path) -> None:
-    given = worked(options={"check_expected": True})
+    given = call_record(options={"check_expected": True})
     (row,) = rows_of(tmp_path, "tasks", given, prompts=[{"expected": "Done."}])
     assert (row["passed"], row["reward"]) == (True, 1.0)
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_columns_have_the_same_types_with_and_without_rows(tmp_path: Path, name: TableName) -> None:
-    full = open_run(make_run(tmp_path, judged(1.0, "A"), name="full").run_dir)
+    full = open_run(make_run(tmp_path, judged_record(1.0, "A"), name="full").run_dir)
     empty = open_run(make_run(tmp_path, pending=1, name="empty").run_dir)
     assert full.to_arrow(name).schema == empty.to_arrow(name).schema
     assert full.to_arrow(name).num_rows > 0 == empty.to_arrow(name).num_rows
@@ -121,7 +121,7 @@ def test_columns_have_the_same_types_with_and_without_rows(tmp_path: Path, name:
 
 
 def test_batches_together_are_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = open_run(make_run(tmp_path, *(judged(1.0, str(n)) for n in range(5))).run_dir)
+    run = open_run(make_run(tmp_path, *(judged_record(1.0, str(n)) for n in range(5))).run_dir)
     whole = run.to_arrow()
     monkeypatch.setattr(tables, "_BATCH_BYTES", 1)
     batches = [*run.batches()]
@@ -130,7 +130,7 @@ def test_batches_together_are_the_table(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_only_the_last_record_of_a_task_counts(tmp_path: Path) -> None:
-    source = make_run(tmp_path, worked("Old."), worked("Other."))
+    source = make_run(tmp_path, call_record("Old."), call_record("Other."))
     path = source.run_dir / "records.jsonl"
     first = json.loads(path.read_text().splitlines()[0])
     first["messages"][-1]["content"] = "New."
@@ -141,7 +141,7 @@ def test_only_the_last_record_of_a_task_counts(tmp_path: Path) -> None:
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
-    source = make_run(tmp_path, worked("A"), worked("B"))
+    source = make_run(tmp_path, call_record("A"), call_record("B"))
     run = open_run(source.run_dir)
     run.to_arrow()
     path = source.run_dir / "records.jsonl"
@@ -151,19 +151,19 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
 
 
 def test_an_unknown_table_is_named(tmp_path: Path) -> None:
-    run = open_run(make_run(tmp_path, worked()).run_dir)
+    run = open_run(make_run(tmp_path, call_record()).run_dir)
     with pytest.raises(ValueError, match="no table is named 'turn'; did you mean 'turns'"):
         run.to_arrow("turn")  # type: ignore[arg-type]
 
 
 def test_the_repr_tells_of_the_records(tmp_path: Path) -> None:
-    run = open_run(make_run(tmp_path, worked(), FAILED, worked("B"), pending=1).run_dir)
+    run = open_run(make_run(tmp_path, call_record(), FAILED, call_record("B"), pending=1).run_dir)
     assert "2 completed, 1 failed" in repr(run)
 
 
 def test_statistics_have_the_same_keys_and_types_in_every_run(tmp_path: Path) -> None:
     """What scripts read of `stats`: empty runs lack none, and no list becomes an object."""
-    figures = open_run(make_run(tmp_path, judged(1.0, "A"), FAILED).run_dir).statistics()
+    figures = open_run(make_run(tmp_path, judged_record(1.0, "A"), FAILED).run_dir).statistics()
     without = open_run(make_run(tmp_path, pending=1, name="empty").run_dir).statistics()
     for key, value in without.items():
         assert type(value) is type(figures[key]), key
@@ -171,7 +171,7 @@ def test_statistics_have_the_same_keys_and_types_in_every_run(tmp_path: Path) ->
 
 
 def test_stats_take_a_format(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path, judged(1.0, "A")).run_dir
+    run_dir = make_run(tmp_path, judged_record(1.0, "A")).run_dir
     shown = subprocess.run(
         command("stats", run_dir, "--format=json"), capture_output=True, text=True, check=True
     )

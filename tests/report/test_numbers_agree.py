@@ -16,7 +16,7 @@ from batch_trajectories.report.comparison import as_text, compare
 from batch_trajectories.report.facts import make_table_row
 from batch_trajectories.view.index.facts import make_facts
 from batch_trajectories.view.runs import Places, run_json
-from tests.helpers.exporting import make_run, worked
+from tests.helpers.exporting import call_record, make_run
 from tests.helpers.running import lines
 
 ENDINGS: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ def kinds() -> list[tuple[str, list[str], int, int]]:
 def test_all_screens_count_a_run_alike(
     tmp_path: Path, endings: list[str], samples: int, pending: int
 ) -> None:
-    records = [worked(f"A{n}", **ENDINGS[ending]) for n, ending in enumerate(endings)]
+    records = [call_record(f"A{n}", **ENDINGS[ending]) for n, ending in enumerate(endings)]
     source = make_run(tmp_path, *records, samples=samples, pending=pending)
     stored = StoredRun(source.run_dir)
     totals = write_results(stored.path, stored.scan, stored.config)

@@ -18,7 +18,7 @@ from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.report.facts import make_table_row, seconds_at_work
 from batch_trajectories.report.page.writer import embed_json, training_form, write_report
 from tests.helpers.running import ROOT, SCRIPTED, lines, run, write_rows
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 HOSTILE = (
     "</script><script>window.pwned = 1</script><!--<script> <img src=x onerror='window.pwned=2'> "
@@ -103,10 +103,10 @@ class Scripts(HTMLParser):
 
 def records_in(page: Scripts) -> list[dict[str, Any]]:
     meta = page.json("meta-data")
-    return [whole(record, meta) for record in page.json("records-data")]
+    return [join_tools(record, meta) for record in page.json("records-data")]
 
 
-def whole(record: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+def join_tools(record: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
     own = {key: value for key, value in record.items() if key != "training_form"}
     return own | {"tools": [meta["tools"][n] for n in record["tools"]]}
 
@@ -158,10 +158,10 @@ def test_turns_that_the_prompt_brought_along_are_counted(run_dir: Path) -> None:
     (record,) = (line for line in lines(run_dir / "records.jsonl") if line["id"] == "plain")
     brought = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
     longer = record | {"messages": [*brought, *record["messages"]]}
-    form = training_form(stored(longer), key_of=len, style=Style())
+    form = training_form(to_record(longer), key_of=len, style=Style())
     assert form["given"] == 1
     assert [loss for _, _, loss in form["turns"]] == [False, True, False, True, False, True]
-    assert training_form(stored(record), key_of=len, style=Style())["given"] == 0
+    assert training_form(to_record(record), key_of=len, style=Style())["given"] == 0
 
 
 def test_the_command_writes_report_html_into_the_run(run_dir: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_large_report_keeps_its_data_in_files_beside_it(run_dir: Path, tmp_pat
         for name, kind in (("rows.js", "rows"), ("chunk-0.js", "chunk"))
     }
     rows = [dict(zip(meta["columns"], row, strict=True)) for row in pieces["rows"]]
-    records = [whole(pieces["chunk"][row["place"]], meta) for row in rows]
+    records = [join_tools(pieces["chunk"][row["place"]], meta) for row in rows]
     assert [row["chunk"] for row in rows] == [0, 0, 0]
     assert records == lines(run_dir / "records.jsonl")
     assert [row["id"] for row in rows] == [record["id"] for record in records]
@@ -275,7 +275,8 @@ def test_a_place_that_cannot_be_written_is_named(run_dir: Path, tmp_path: Path) 
 
 def test_a_row_counts_what_the_model_did(run_dir: Path) -> None:
     by_id = {
-        record["id"]: make_table_row(stored(record)) for record in lines(run_dir / "records.jsonl")
+        record["id"]: make_table_row(to_record(record))
+        for record in lines(run_dir / "records.jsonl")
     }
     row = by_id["plain"]
     assert (row["status"], row["turns"], row["reasoned"]) == ("completed", 2, 1)
@@ -321,7 +322,7 @@ def test_time_at_work_is_that_of_the_limit_of_conversations() -> None:
         "inner": [subagent],
     }
     expected = (3.0 - 2.0) + 4.0 + 2.5 + 1.0 + 0.25 + 1.0
-    assert seconds_at_work(stored(record)) == pytest.approx(expected)
+    assert seconds_at_work(to_record(record)) == pytest.approx(expected)
 
 
 def test_embedded_json_is_the_same_json() -> None:

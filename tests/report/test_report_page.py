@@ -78,7 +78,7 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 
 
 @contextmanager
-def opened(context: BrowserContext, report: Path) -> Iterator[Page]:
+def open_report(context: BrowserContext, report: Path) -> Iterator[Page]:
     """The opened report; at the end it must have complained of nothing and asked nobody."""
     page = context.new_page()
     complaints: list[str] = []
@@ -99,13 +99,13 @@ def opened(context: BrowserContext, report: Path) -> Iterator[Page]:
 
 @pytest.fixture
 def page(context: BrowserContext, report: Path) -> Iterator[Page]:
-    with opened(context, report) as page:
+    with open_report(context, report) as page:
         yield page
 
 
 @pytest.fixture
 def large_page(context: BrowserContext, large_report: Path) -> Iterator[Page]:
-    with opened(context, large_report) as page:
+    with open_report(context, large_report) as page:
         yield page
 
 
@@ -135,7 +135,7 @@ def test_only_the_rows_in_view_are_drawn(page: Page) -> None:
 def test_no_number_is_cut(context: BrowserContext, report: Path, width: int) -> None:
     longest = {"Turns": "1,000", "Calls": "100 10 failed", "Time": "59 min 59 s"}
     longest |= {"Ended": "12-31 23:59:59"}
-    with opened(context, report) as page:
+    with open_report(context, report) as page:
         page.set_viewport_size({"width": width, "height": 800})
         go_to_state(page, "columns=status id turns failed_calls duration_s finished_at")
         heads = page.locator("#heads th").all_text_contents()
@@ -248,7 +248,7 @@ def test_keys_lead_through_the_table_and_a_conversation(page: Page) -> None:
     assert not page.locator("#help").is_visible()
 
 
-def edited(report: Path, name: str, change: Callable[[Any], None]) -> Path:
+def edit_report(report: Path, name: str, change: Callable[[Any], None]) -> Path:
     """A copy of a report with other data in the script element `name`."""
     head, start, rest = report.read_text().partition(f'id="{name}">')
     data, end, tail = rest.partition("</script>")
@@ -287,7 +287,7 @@ def test_a_result_that_is_json_is_shown_by_name(context: BrowserContext, report:
         ]
         plain["messages"] = [before, {**reply, "tool_calls": calls}, *results, *after]
 
-    with opened(context, edited(report, "records-data", change)) as page:
+    with open_report(context, edit_report(report, "records-data", change)) as page:
         go_to(page, "plain")
         assert page.locator(".call .result").all_text_contents() == list(RESULTS.values())
         codes = page.locator(".call h4 .badge")
@@ -302,7 +302,7 @@ def test_no_label_of_a_chart_is_cut(context: BrowserContext, report: Path) -> No
     def change(rows: Any) -> None:
         rows[0][place] = {"search_and_replace_in_files": [20000, 12345], "wwwwwwwwww": [9999, 9998]}
 
-    with opened(context, edited(report, "rows-data", change)) as page:
+    with open_report(context, edit_report(report, "rows-data", change)) as page:
         charts(page)
         assert "20K, 12.3K failed" in page.locator("#charts").inner_text()
         cut = page.locator("#charts svg text").evaluate_all(
@@ -374,7 +374,7 @@ def test_turns_that_the_dataset_masks_are_not_marked(
     masked = shutil.copytree(run_dir, tmp_path / "trajectories" / "r")
     run(tmp_path, "export", "r", recipe=recipe)
     report = write_report(StoredRun(masked)).path
-    with opened(context, report) as page:
+    with open_report(context, report) as page:
         assert "function: <b>" in text_of(page, "#funnel-table")
         go_to(page, "plain")
         page.keyboard.press("l")
@@ -422,7 +422,9 @@ def test_checks_and_rewards_are_shown_and_can_be_filtered(
     done = run(tmp_path, "--row_setup", **{**SCRIPTED, "sandbox": "local"})
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "trajectories" / "r"
-    with opened(context, write_report(StoredRun(run_dir), run_dir / "report.html").path) as page:
+    with open_report(
+        context, write_report(StoredRun(run_dir), run_dir / "report.html").path
+    ) as page:
         charts(page)
         tile = page.locator("#tiles div", has_text="Passed").locator("dd")
         assert tile.text_content() == "50%1 of 2 checked or scored, mean reward 0.625"
@@ -462,7 +464,9 @@ def test_groups_rewards_by_name_and_judges_are_shown(
     paid = [{"key": "k", "reply": "yes", "cost_usd": cost, "at": 1} for cost in (2.5, None)]
     content = b"".join(orjson.dumps(line) + b"\n" for line in paid)
     (run_dir / "verdicts.jsonl").write_bytes(content)
-    with opened(context, write_report(StoredRun(run_dir), run_dir / "report.html").path) as page:
+    with open_report(
+        context, write_report(StoredRun(run_dir), run_dir / "report.html").path
+    ) as page:
         charts(page)
         tiles = page.locator("#tiles div").all_text_contents()
         assert "Judges$2.50for scores, unknown for 1" in tiles, tiles
@@ -615,7 +619,9 @@ def test_tasks_of_an_audit_are_filtered_by_verdict_and_evidence(
     code, said = audit(tmp_path, repeats=1)
     assert code == 1, said
     run_dir = tmp_path / "trajectories" / "audit"
-    with opened(context, write_report(StoredRun(run_dir), run_dir / "report.html").path) as page:
+    with open_report(
+        context, write_report(StoredRun(run_dir), run_dir / "report.html").path
+    ) as page:
         assert shown_ids(page) == ["fine", "leaking", "empty", "broken"]
         assert text_of(page, "#sentence") == "4 tasks audited, 1 sound"
         problem = page.locator("#problems.bad li")
@@ -658,7 +664,7 @@ def test_prompt_caches_are_shown_by_endpoint_turn_and_conversation(
     identity["dataset"] |= {"rows": 4, "bad_rows": 0}
     (source.run_dir / "run.json").write_bytes(orjson.dumps({**identity, "run_name": "r"}))
     report = write_report(StoredRun(source.run_dir), tmp_path / "caches.html").path
-    with opened(context, report) as page:
+    with open_report(context, report) as page:
         problem = page.locator("#problems li[data-name='cache_misses']").inner_text()
         assert "24 of 36" in problem
         page.get_by_role("tab", name="Details").click()
@@ -732,7 +738,7 @@ def in_view(page: Page, selector: str, height: int) -> int:
 
 def test_the_first_screen_says_what_a_run_is_worth(context: BrowserContext, judged: Path) -> None:
     """A sentence, five numbers, and at least eight conversations; on a phone at least one."""
-    with opened(context, judged) as page:
+    with open_report(context, judged) as page:
         page.set_viewport_size(DESKTOP)
         assert text_of(page, "#sentence") == "60 conversations, 24 passed, 24 training rows"
         names = page.locator("#numbers dt").all_text_contents()
@@ -748,7 +754,7 @@ def test_the_first_screen_says_what_a_run_is_worth(context: BrowserContext, judg
 
 def test_a_problem_leads_to_its_conversations(context: BrowserContext, hopeless: Path) -> None:
     """Where nothing passed, the page says so in red, with the reason that most share."""
-    with opened(context, hopeless) as page:
+    with open_report(context, hopeless) as page:
         assert text_of(page, "#sentence") == "20 conversations, none passed, no training row"
         problems = page.locator("#problems.bad li")
         assert "None of 20 judged conversations passed" in problems.first.inner_text()
@@ -766,7 +772,7 @@ def test_signs_that_a_run_gives_nothing_are_problems(
 ) -> None:
     """As `status` and the end of the run name them."""
     rows = [{**row, "script": row["script"][1:]} for row in sums(30, 30)]
-    with opened(context, report_of(tmp_path, rows)) as page:
+    with open_report(context, report_of(tmp_path, rows)) as page:
         problem = page.locator("#problems.bad li", has_text="called a tool")
         assert problem.inner_text().startswith("None of 30 conversations called a tool")
         problem.get_by_role("button").click()
@@ -775,7 +781,7 @@ def test_signs_that_a_run_gives_nothing_are_problems(
 
 def test_charts_are_a_second_tab_without_empty_ones(context: BrowserContext, judged: Path) -> None:
     """The arrow keys change tabs; what no conversation has is not drawn; colours say who passed."""
-    with opened(context, judged) as page:
+    with open_report(context, judged) as page:
         assert page.locator("#charts").is_hidden()
         page.get_by_role("tab", name="Conversations").focus()
         page.keyboard.press("ArrowRight")
@@ -789,7 +795,7 @@ def test_charts_are_a_second_tab_without_empty_ones(context: BrowserContext, jud
 
 
 def test_samples_of_a_prompt_stand_together(context: BrowserContext, judged: Path) -> None:
-    with opened(context, judged) as page:
+    with open_report(context, judged) as page:
         assert shown_ids(page)[:4] == ["sum-00", "sum-00#s1", "sum-00#s2", "sum-01"]
         first = page.locator("#rows tr:not(.gap)").first
         assert first.locator(".badge").text_content() == "3 of 3 passed"
@@ -803,7 +809,7 @@ def test_samples_of_a_prompt_stand_together(context: BrowserContext, judged: Pat
 
 def test_columns_are_those_that_the_run_has(context: BrowserContext, judged: Path) -> None:
     """Verdict first, then prompt, answer and expected; not costs where nothing costs anything."""
-    with opened(context, judged) as page:
+    with open_report(context, judged) as page:
         heads = page.locator("#heads th").all_text_contents()
         assert heads == ["Verdict", "Prompt", "Answer", "Expected", "Turns", "Calls", "Time"]
         cells = page.locator("#rows tr:not(.gap)").first.locator("td").all_text_contents()
@@ -819,7 +825,7 @@ def test_columns_are_those_that_the_run_has(context: BrowserContext, judged: Pat
 
 def test_the_prompt_has_room_beside_many_columns(context: BrowserContext, judged: Path) -> None:
     """What is least asked for is left out until there is room, and can be chosen."""
-    with opened(context, judged) as page:
+    with open_report(context, judged) as page:
         page.set_viewport_size({"width": 995, "height": 800})
         page.locator("#heads th", has_text="Time").wait_for(state="detached")
         prompt = page.locator("#heads th", has_text="Prompt")
@@ -831,7 +837,7 @@ def test_the_prompt_has_room_beside_many_columns(context: BrowserContext, judged
 
 def test_an_address_shows_the_same_to_a_colleague(context: BrowserContext, judged: Path) -> None:
     """Filters, order, columns and tab are in it, also in that of a conversation."""
-    with opened(context, judged) as page:
+    with open_report(context, judged) as page:
         page.select_option("#by-flag", "not passed")
         page.get_by_role("button", name="Turns").click()
         page.fill("#query", "sum-1")
@@ -841,7 +847,7 @@ def test_an_address_shows_the_same_to_a_colleague(context: BrowserContext, judge
         page.locator("#rows a").first.click()
         page.locator("#reader-title").wait_for()
         address = page.url
-    with opened(context, judged) as page:
+    with open_report(context, judged) as page:
         page.goto(address)
         page.reload()
         page.locator("#reader-title").wait_for()
@@ -854,7 +860,7 @@ def test_an_address_shows_the_same_to_a_colleague(context: BrowserContext, judge
         charts(page)
         page.locator("#charts figure").first.wait_for()
         address = page.url
-    with opened(context, judged) as page:
+    with open_report(context, judged) as page:
         page.goto(address)
         page.reload()
         page.locator("#charts figure").first.wait_for()
@@ -871,7 +877,7 @@ def test_an_address_shows_the_same_to_a_colleague(context: BrowserContext, judge
 def test_an_address_that_says_nonsense_shows_the_page(
     context: BrowserContext, judged: Path, state: str
 ) -> None:
-    with opened(context, judged) as page:
+    with open_report(context, judged) as page:
         go_to_state(page, state)
         page.wait_for_function("document.getElementById('found').textContent.includes('shown')")
         assert page.locator("#heads th").first.text_content() == "Verdict"
@@ -882,7 +888,7 @@ def test_a_conversation_begins_with_prompt_and_verdict(
     context: BrowserContext, judged: Path
 ) -> None:
     """Two lines; short reasoning is open, long one is folded; a bar marks what is learnt."""
-    with opened(context, judged) as page:
+    with open_report(context, judged) as page:
         page.set_viewport_size(DESKTOP)
         go_to(page, "sum-01")
         head = page.locator(".verdict-head")
@@ -914,7 +920,7 @@ def test_a_long_result_is_folded_at_a_sentence(context: BrowserContext, report: 
             if message["role"] == "tool":
                 message["content"] = text
 
-    with opened(context, edited(report, "records-data", change)) as page:
+    with open_report(context, edit_report(report, "records-data", change)) as page:
         go_to(page, "plain")
         shown = page.locator(".call .result").first
         assert re.search(r"length\.… show all 7,000 characters$", shown.text_content() or "")
@@ -928,7 +934,7 @@ def test_calls_of_the_user_are_folded_before_the_message_that_they_led_to(
 ) -> None:
     assert play_user(tmp_path).returncode == 0
     path = write_report(StoredRun(tmp_path / "trajectories" / "r"), tmp_path / "user.html").path
-    with opened(context, path) as page:
+    with open_report(context, path) as page:
         page.locator("#rows a").first.click()
         folds = page.locator("#reader details.user")
         assert [text.split(" (")[0] for text in folds.locator("summary").all_inner_texts()] == [

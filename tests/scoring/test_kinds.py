@@ -27,7 +27,7 @@ from tests.helpers.running import (
     write_rows,
 )
 from tests.images.test_task_runs import script_of
-from tests.program.test_agent_runs import options, prompt, scripted
+from tests.program.test_agent_runs import options, prompt, scripted_agent
 from tests.scoring.test_kills import kill_while_judging
 from tests.stored_runs.test_stored_runs import COMMITS
 
@@ -50,7 +50,7 @@ def at_the_time(cwd: Path, name: str = "r") -> dict[str, bool | None]:
     return {record["id"]: record["check"]["passed"] for record in records}
 
 
-def judged(cwd: Path, *args: object, code: int = 0, **flags: Any) -> str:
+def judge(cwd: Path, *args: object, code: int = 0, **flags: Any) -> str:
     done = run_long(cwd, "check", *(args or ("r",)), **flags)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -101,7 +101,7 @@ def judge_kind(cwd: Path, kind: str, images: Images, *, each: int, kills: int) -
     scores = cwd / "trajectories" / "r" / "scores.jsonl"
     kill_while_judging(cwd, kills, len(then))
     assert not scores.exists()
-    judged(cwd)
+    judge(cwd)
     assert verdicts_of(cwd) == then
     first = lines(scores)
     assert Counter(line["id"] for line in first) == dict.fromkeys(then, 1)
@@ -114,7 +114,7 @@ def judge_kind(cwd: Path, kind: str, images: Images, *, each: int, kills: int) -
     for row in new:
         del row["script"]
     write_rows(cwd / "new.jsonl", *new)
-    said = judged(cwd, dataset_file="new.jsonl")
+    said = judge(cwd, dataset_file="new.jsonl")
     # What was judged by the same check is not judged again.
     second = lines(scores)[len(first) :]
     assert Counter(line["id"] for line in second) == dict.fromkeys(flipped, 1)
@@ -156,11 +156,11 @@ def test_containers_are_judged_as_they_were_left(tmp_path: Path, task_images: Im
     done = run(tmp_path, **given, keep_workspaces=10)
     assert done.returncode == 0, done.stderr
     assert at_the_time(tmp_path) == {"made": True}
-    judged(tmp_path)
+    judge(tmp_path)
     assert verdicts_of(tmp_path) == {"made": True}
     done = run(tmp_path, **{**given, "run_name": "other"})
     assert done.returncode == 0, done.stderr
-    assert "1  its check runs in the container as it was" in judged(tmp_path, "other", code=1)
+    assert "1  its check runs in the container as it was" in judge(tmp_path, "other", code=1)
 
 
 @pytest.mark.slow
@@ -171,13 +171,13 @@ def test_conversations_of_agents_are_judged(tmp_path: Path) -> None:
     ]
     write_rows(tmp_path / "p.jsonl", *rows)
     with AgentEndpoint() as endpoint:
-        given = options(endpoint, scripted(), keep_workspaces=1)
+        given = options(endpoint, scripted_agent(), keep_workspaces=1)
         done = run(tmp_path, "--row_setup", **given)
         assert done.returncode == 0, done.stderr
         calls = len(endpoint.exchanges)
-        judged(tmp_path)
+        judge(tmp_path)
         write_rows(tmp_path / "new.jsonl", *({**row, "check": "test ! -e a1"} for row in rows))
-        assert "2  passed -> not passed" in judged(tmp_path, dataset_file="new.jsonl")
+        assert "2  passed -> not passed" in judge(tmp_path, dataset_file="new.jsonl")
         assert len(endpoint.exchanges) == calls
     assert verdicts_of(tmp_path) == {"a": False, "b": False}
 
@@ -201,22 +201,22 @@ def plain_run(cwd: Path, **more: Any) -> None:
 def test_what_is_not_judged_is_named(tmp_path: Path) -> None:
     plain_run(tmp_path, keep_workspaces=1)
     write_rows(tmp_path / "new.jsonl", {"id": "p1", "prompt": "Work 1", "check": "false"})
-    said = judged(tmp_path, code=1)
+    said = judge(tmp_path, code=1)
     assert "(its files have more than 1 MB): p0" in said
     assert verdicts_of(tmp_path) == {"p1": True, "p2": True}
-    said = judged(tmp_path, dataset_file="new.jsonl", code=1)
+    said = judge(tmp_path, dataset_file="new.jsonl", code=1)
     assert "2  the dataset has no row for it: p" in said
     assert "1  passed -> not passed" in said
     (kept,) = (tmp_path / "trajectories" / "r" / "kept_workspaces").iterdir()
     kept.unlink()
     write_rows(tmp_path / "new.jsonl", {"id": "p1", "prompt": "Work 1", "check": "test 1"})
-    said = judged(tmp_path, dataset_file="new.jsonl", code=1)
+    said = judge(tmp_path, dataset_file="new.jsonl", code=1)
     assert "not rebuilt" in said
     assert "its kept workspace cannot be read" in said
     assert verdicts_of(tmp_path)["p1"] is False, "the last verdict stays"
-    assert "no such run" in judged(tmp_path, "another", code=2)
+    assert "no such run" in judge(tmp_path, "another", code=2)
     with hold_lock(tmp_path / "trajectories" / "r"):
-        assert "another process is working on this run" in judged(tmp_path, code=5)
+        assert "another process is working on this run" in judge(tmp_path, code=5)
 
 
 @pytest.mark.slow
@@ -238,7 +238,7 @@ def test_an_interrupted_check_resumes_and_two_cannot_mix(tmp_path: Path) -> None
         assert process.wait() == 130
     assert not (tmp_path / "trajectories" / "r" / "scores.jsonl").exists()
     write_rows(tmp_path / "new.jsonl", *rows)
-    judged(tmp_path, dataset_file="new.jsonl")
+    judge(tmp_path, dataset_file="new.jsonl")
     assert verdicts_of(tmp_path) == dict.fromkeys(("p0", "p1", "p2"), True)
 
 
@@ -253,7 +253,7 @@ def test_a_full_disk_stops_it_and_loses_no_verdict(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert full.returncode == 4, full.stdout + full.stderr
     assert not (tmp_path / "trajectories" / "r" / "scores.jsonl").exists()
-    judged(tmp_path)
+    judge(tmp_path)
     assert verdicts_of(tmp_path) == at_the_time(tmp_path)
 
 
@@ -261,5 +261,5 @@ def test_a_full_disk_stops_it_and_loses_no_verdict(tmp_path: Path) -> None:
 @pytest.mark.parametrize("commit", COMMITS)
 def test_runs_of_earlier_commits_name_what_they_lack(tmp_path: Path, commit: str) -> None:
     shutil.copytree(ROOT / "tests" / "stored_runs" / commit, tmp_path / "trajectories")
-    said = judged(tmp_path, "finished", code=1)
+    said = judge(tmp_path, "finished", code=1)
     assert "neither a diff nor its workspace was kept" in said

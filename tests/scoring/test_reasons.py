@@ -20,7 +20,7 @@ from batch_trajectories.records.tasks import task_key
 from batch_trajectories.scoring.rechecks import Judging, LeftOut, NewRows, Rechecks
 from batch_trajectories.scoring.score_file import NewScore, open_scores
 from tests.helpers.running import write_rows
-from tests.helpers.stored import stored
+from tests.helpers.stored import to_record
 
 ROW = {"prompt": "Repair it.", "check": "true"}
 WHOLE: dict[str, Any] = {"patch": "", "truncated": False}
@@ -36,7 +36,7 @@ def config_of(**options: Any) -> RunConfig:
 IN_IMAGES: dict[str, Any] = {"workspace": "image", "images": Path("images"), "docker_image": "a:1"}
 
 
-def asked(record: Record, rows: NewRows | None = None, **options: Any) -> Judging | LeftOut:
+def ask(record: Record, rows: NewRows | None = None, **options: Any) -> Judging | LeftOut:
     """What is said of a record in the first place of its file."""
     from batch_trajectories.records.index import IndexEntry
 
@@ -79,7 +79,7 @@ def asked(record: Record, rows: NewRows | None = None, **options: Any) -> Judgin
     ],
 )
 def test_what_cannot_be_judged_has_a_reason(parts: dict[str, Any], reason: str) -> None:
-    found = asked(stored(parts), **IN_IMAGES)
+    found = ask(to_record(parts), **IN_IMAGES)
     assert isinstance(found, LeftOut)
     assert found.reason == reason
 
@@ -87,12 +87,12 @@ def test_what_cannot_be_judged_has_a_reason(parts: dict[str, Any], reason: str) 
 def test_a_workspace_is_made_of_the_diff_where_the_check_is_fresh() -> None:
     kept = {"row": ROW, "diff": WHOLE, "workspace": {"name": "0"}}
     for place, source in (("fresh", "diff"), ("same", "workspace")):
-        found = asked(stored(kept), **IN_IMAGES, check_in=place)
+        found = ask(to_record(kept), **IN_IMAGES, check_in=place)
         assert isinstance(found, Judging)
         assert found.row is not None
         assert found.row["judged"]["from"] == source
-    cut = stored({**kept, "diff": {**WHOLE, "truncated": True}})
-    found = asked(cut, **IN_IMAGES, check_in="fresh")
+    cut = to_record({**kept, "diff": {**WHOLE, "truncated": True}})
+    found = ask(cut, **IN_IMAGES, check_in="fresh")
     assert isinstance(found, Judging)
     assert found.row is not None
     assert found.row["judged"]["from"] == "workspace"
@@ -101,16 +101,16 @@ def test_a_workspace_is_made_of_the_diff_where_the_check_is_fresh() -> None:
 def test_answers_are_compared() -> None:
     messages = [{"role": "assistant", "content": " FOUR "}]
     row = {"prompt": "2 + 2?", "expected": "four"}
-    record = stored({"row": row, "messages": messages, "options": {"check_expected": True}})
-    found = asked(record)
+    record = to_record({"row": row, "messages": messages, "options": {"check_expected": True}})
+    found = ask(record)
     assert isinstance(found, Judging)
     assert found.row is None
     assert found.check == {"passed": True, "reward": 1.0, "answer": "FOUR"}
 
 
 def test_a_verdict_of_the_same_check_is_not_given_twice() -> None:
-    record = stored({"row": ROW, "workspace": {"name": "0"}})
-    first = asked(record)
+    record = to_record({"row": ROW, "workspace": {"name": "0"}})
+    first = ask(record)
     assert isinstance(first, Judging)
 
     def judged_by(version: str, check: dict[str, Any]) -> Record:
@@ -118,10 +118,10 @@ def test_a_verdict_of_the_same_check_is_not_given_twice() -> None:
         record.scores = [score]
         return record
 
-    assert asked(judged_by(first.version, PASSED)) == LeftOut("same")
-    assert asked(judged_by("another", PASSED)) == first
-    assert asked(judged_by(first.version, {"error": "it timed out"})) == first
-    assert asked(judged_by(first.version, PASSED), command_timeout_s=7.0) != LeftOut("same")
+    assert ask(judged_by(first.version, PASSED)) == LeftOut("same")
+    assert ask(judged_by("another", PASSED)) == first
+    assert ask(judged_by(first.version, {"error": "it timed out"})) == first
+    assert ask(judged_by(first.version, PASSED), command_timeout_s=7.0) != LeftOut("same")
 
 
 def test_rows_are_found_by_id_and_without_one_by_the_prompt(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_rows_are_found_by_id_and_without_one_by_the_prompt(tmp_path: Path) -> N
     new = NewRows(scan(path, max_samples=None, rules=rules), DatasetSnapshot(path))
 
     def of(prompt_id: str, prompt: str) -> Any:
-        return new.find_row(stored({"prompt_id": prompt_id, "row": {"prompt": prompt}}))
+        return new.find_row(to_record({"prompt_id": prompt_id, "row": {"prompt": prompt}}))
 
     assert of("a", "another")["check"] == "true"
     assert of("row-0123456789abcdef", "two")["check"] == "false"
@@ -164,8 +164,8 @@ def judge(run_dir: Path, record: Record, check: dict[str, Any]) -> None:
 
 
 def test_index_and_records_have_the_last_verdict(tmp_path: Path) -> None:
-    first = stored({"id": "a", "check": PASSED})
-    other = stored({"id": "b", "check": PASSED})
+    first = to_record({"id": "a", "check": PASSED})
+    other = to_record({"id": "b", "check": PASSED})
     write_records(tmp_path, first, other)
     judge(tmp_path, first, FAILED)
     judge(tmp_path, other, FAILED)
@@ -183,10 +183,10 @@ def test_index_and_records_have_the_last_verdict(tmp_path: Path) -> None:
 
 def test_a_record_that_came_later_has_its_own_verdict(tmp_path: Path) -> None:
     """The task was run again."""
-    first = stored({"id": "a", "check": PASSED})
+    first = to_record({"id": "a", "check": PASSED})
     write_records(tmp_path, first)
     judge(tmp_path, first, FAILED)
-    write_records(tmp_path, stored({"id": "a", "check": PASSED, "finished_at": 7.5}))
+    write_records(tmp_path, to_record({"id": "a", "check": PASSED, "finished_at": 7.5}))
     with open_index(tmp_path) as (index, _):
         assert [entry.passed for _, entry in index.current_entries()] == [True]
     assert [judge_record(record).passed for record in stored_records(tmp_path)] == [True]

@@ -73,7 +73,7 @@ def die(run: SharedLimits) -> None:
     run._thread.join()
 
 
-def granted(run: SharedLimits, need: int, *, returned: int = 0) -> int:
+def grant(run: SharedLimits, need: int, *, returned: int = 0) -> int:
     """What a run gets when it needs so much; 0 if that is refused."""
     run.ask(Cost(tokens=need), returned=Cost(tokens=returned), waits=False)
     got = Cost()
@@ -90,26 +90,26 @@ def granted(run: SharedLimits, need: int, *, returned: int = 0) -> int:
 
 def test_a_run_takes_a_part_of_what_is_left_and_never_more(runs: Runs) -> None:
     first = runs.start("a")
-    assert granted(first, 10) == 1000 // 8
+    assert grant(first, 10) == 1000 // 8
     second = runs.start("b")
-    assert granted(second, 10) == (1000 - 125) // 16
-    assert granted(second, 900) == 0
-    assert granted(second, 800) == 800
-    assert granted(first, 10, returned=0) > 0
+    assert grant(second, 10) == (1000 - 125) // 16
+    assert grant(second, 900) == 0
+    assert grant(second, 800) == 800
+    assert grant(first, 10, returned=0) > 0
     assert sum(runs.accounts().values()) <= 1000
     first.close(Cost(tokens=100))
-    assert granted(second, 100) >= 100
+    assert grant(second, 100) >= 100
 
 
 def test_what_a_killed_run_has_not_spent_comes_back_where_it_is_started_again(runs: Runs) -> None:
     first = runs.start("a")
-    assert granted(first, 600) == 600
+    assert grant(first, 600) == 600
     die(first)
     second = runs.start("b")
-    assert granted(second, 500) == 0
+    assert grant(second, 500) == 0
     runs.start("a", spent=50)
     assert runs.counted == 50
-    assert granted(second, 500) == 500
+    assert grant(second, 500) == 500
     assert runs.accounts() == {"a": 50, "b": 500}
 
 
@@ -135,7 +135,7 @@ def test_entries_of_earlier_versions_have_no_budgets(runs: Runs) -> None:
 @pytest.mark.slow
 def test_on_another_disk_all_that_a_run_could_have_spent_counts_as_spent(runs: Runs) -> None:
     first = runs.start("a")
-    assert granted(first, 600) == 600
+    assert grant(first, 600) == 600
     die(first)
     note = (runs.place / "a" / SHARED_NOTE).read_bytes()
     (runs.place / "a").rename(runs.place / "gone")
@@ -157,7 +157,7 @@ def test_of_two_starts_of_a_run_the_first_stops(runs: Runs) -> None:
 @pytest.mark.slow
 def test_only_where_all_runs_wait_the_budget_is_used_up(runs: Runs) -> None:
     first, second = runs.start("a"), runs.start("b")
-    assert granted(first, 900) == 900
+    assert grant(first, 900) == 900
     for run in (first, second):
         run.ask(Cost(tokens=200), returned=Cost(), waits=run is second)
     wait_until(lambda: second.is_refused and _waits(runs, "b"))

@@ -30,7 +30,7 @@ from tests.helpers.running import (
     wait_until,
     write_prompts,
 )
-from tests.mirror.emulators import emulated, needs_emulators
+from tests.mirror.emulators import needs_emulators, run_emulator
 
 SHARDS = 4
 PROMPTS = 90
@@ -49,7 +49,7 @@ def shared(
         yield str(tmp_path / "shared")
         return
     pytest.importorskip("obstore", reason="needs the extra `mirror`")
-    with emulated(request.param, tmp_path, monkeypatch) as bucket:
+    with run_emulator(request.param, tmp_path, monkeypatch) as bucket:
         yield bucket.url
 
 
@@ -64,7 +64,7 @@ def least_of_turns(place: Path) -> list[int]:
     return [min(of_turn) for of_turn in zip(*taken, strict=True)]
 
 
-def asked(journal: Path) -> list[dict[str, Any]]:
+def asked_events(journal: Path) -> list[dict[str, Any]]:
     events = map(orjson.loads, journal.read_bytes().splitlines())
     return [event for event in events if event["event"] == "asked"]
 
@@ -154,7 +154,7 @@ def test_shards_that_are_killed_never_spend_more_than_their_budget(
             shards = Shards(place, of_round, given)
             codes = shards.end(dice, kills=2)
             assert set(codes) <= {0, 3}
-            tight = Counter(event["turn"] for event in asked(journal))
+            tight = Counter(event["turn"] for event in asked_events(journal))
             entries = shards.check_sums(0, BUDGET_USD)
             shards.given["max_run_cost_usd"] = 100
             assert shards.end(dice, kills=1) == [0] * SHARDS
@@ -193,7 +193,7 @@ def test_shards_share_their_rates(shared: str, tmp_path: Path) -> None:
             kill_session(living[0].pid)
             living[0] = stack.enter_context(shards.start(0))
             assert [process.wait(PATIENCE_S) for process in living] == [0] * SHARDS
-    at = [event["at"] for event in asked(journal)]
+    at = [event["at"] for event in asked_events(journal)]
     window_s = 15.0
     most = max(sum(begin <= other < begin + window_s for other in at) for begin in at)
     starts = SHARDS + 1

@@ -19,7 +19,7 @@ from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.formats.rl import sampled_segments
 from batch_trajectories.records.reader import stored_records
 from batch_trajectories.teacher.servers import SERVERS
-from tests.export.test_export_rl import FIRST, SECOND, played, with_discarded, with_subagents
+from tests.export.test_export_rl import FIRST, SECOND, play_record, with_discarded, with_subagents
 from tests.fakes.fake_teacher import (
     NAME,
     VOCABULARY,
@@ -32,7 +32,7 @@ from tests.fakes.fake_teacher import (
     teaching,
 )
 from tests.helpers.answering import JSON
-from tests.helpers.exporting import exported, make_run, worked
+from tests.helpers.exporting import call_record, export_to_dataset, make_run
 from tests.helpers.running import PATIENCE_S, command, lines, run, wait_until
 
 KINDS: tuple[Kind, ...] = ("vllm", "sglang")
@@ -50,7 +50,7 @@ def conversation(seed: int) -> JSON:
         reply = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 4))]
         turns.append((ids, reply))
         ids = ids + reply
-    return played(*turns)
+    return play_record(*turns)
 
 
 def make(folder: Path, count: int) -> Source:
@@ -91,7 +91,7 @@ def ints(packed: str) -> list[int]:
     return list(struct.unpack(f"<{len(content) // 4}I", content))
 
 
-def expected(row: JSON) -> list[float]:
+def teacher_logprobs(row: JSON) -> list[float]:
     """What the teacher says of the learnt tokens of a row."""
     ids = row["prompt_ids"] + row["response_ids"]
     first = len(row["prompt_ids"])
@@ -100,7 +100,7 @@ def expected(row: JSON) -> list[float]:
 
 
 def rl_rows(source: Source, **recipe: Any) -> tuple[list[JSON], JSON]:
-    directory, manifest = exported(source, formats="rl", teacher=NAME, **recipe)
+    directory, manifest = export_to_dataset(source, formats="rl", teacher=NAME, **recipe)
     return lines(directory / "rl" / "train.jsonl"), manifest["formats"][0]
 
 
@@ -119,7 +119,7 @@ def test_rows_have_what_the_teacher_says_of_their_learnt_tokens(tmp_path: Path, 
     found, part = rl_rows(source)
     assert len(found) == 6
     for row in found:
-        assert floats(row["teacher_logprobs"]) == expected(row)
+        assert floats(row["teacher_logprobs"]) == teacher_logprobs(row)
         assert "teacher_top_ids" not in row
     assert part["rows_without_teacher"] == 0
     assert (source.run_dir / "records.jsonl").read_bytes() == records
@@ -141,7 +141,7 @@ def test_the_most_likely_tokens_come_too_and_fewer_of_them_cost_nothing(
         assert len(teacher.requests) == 4
     for top in (1, 2, 5):
         for row in rl_rows(source, teacher_top=top)[0]:
-            assert floats(row["teacher_logprobs"]) == expected(row)
+            assert floats(row["teacher_logprobs"]) == teacher_logprobs(row)
             ids, first = row["prompt_ids"] + row["response_ids"], len(row["prompt_ids"])
             places = [first + n for n, loss in enumerate(row["loss_mask"]) if loss]
             best = [one for place in places for one in most_likely(ids[:place], top)]
@@ -157,7 +157,7 @@ def test_figures_skip_masked_turns_and_parquet_has_arrays(tmp_path: Path) -> Non
     with teaching() as teacher:
         assert score(tmp_path, teacher, top_logprobs=2).returncode == 0
     unmasked = [len(floats(row["teacher_logprobs"])) for row in rl_rows(source)[0]]
-    directory, _ = exported(
+    directory, _ = export_to_dataset(
         source, formats="rl,rl_parquet", teacher=NAME, teacher_top=2, mask={"failed_call": True}
     )
     found = lines(directory / "rl" / "train.jsonl")
@@ -166,7 +166,7 @@ def test_figures_skip_masked_turns_and_parquet_has_arrays(tmp_path: Path) -> Non
     assert types["teacher_logprobs"] == types["logprobs"] == "list<element: float>"
     assert types["teacher_top_ids"] == types["response_ids"] == "list<element: int32>"
     for row, other in zip(found, table.to_pylist(), strict=True):
-        assert floats(row["teacher_logprobs"]) == expected(row) == other["teacher_logprobs"]
+        assert floats(row["teacher_logprobs"]) == teacher_logprobs(row) == other["teacher_logprobs"]
         assert ints(row["teacher_top_ids"]) == other["teacher_top_ids"]
         assert floats(row["teacher_top_logprobs"]) == other["teacher_top_logprobs"]
         for name in ("id", "prompt_ids", "response_ids", "loss_mask", "logprobs", "masked"):
@@ -189,22 +189,22 @@ def test_equal_segments_share_their_figures_and_a_row_without_says_null(tmp_path
 
 
 def test_equal_ids_of_which_others_were_sampled_are_other_segments(tmp_path: Path) -> None:
-    source = make_run(tmp_path, played(([1, 2], [3, 4])), played(([1, 2, 3], [4])))
+    source = make_run(tmp_path, play_record(([1, 2], [3, 4])), play_record(([1, 2, 3], [4])))
     with teaching() as teacher:
         assert score(tmp_path, teacher).returncode == 0
         assert len(teacher.requests) == 2
     found, _ = rl_rows(source)
-    assert [floats(row["teacher_logprobs"]) for row in found] == [*map(expected, found)]
+    assert [floats(row["teacher_logprobs"]) for row in found] == [*map(teacher_logprobs, found)]
 
 
 def test_every_segment_of_a_split_conversation_is_scored(tmp_path: Path) -> None:
-    source = make_run(tmp_path, played(FIRST, ([1, 9, 5], [6])))
+    source = make_run(tmp_path, play_record(FIRST, ([1, 9, 5], [6])))
     with teaching() as teacher:
         assert score(tmp_path, teacher, kind="sglang").returncode == 0
         assert {request["logprob_start_len"] for request in teacher.requests} == {1, 2}
     found, _ = rl_rows(source)
     assert [row["segments"] for row in found] == [2, 2]
-    assert [floats(row["teacher_logprobs"]) for row in found] == [*map(expected, found)]
+    assert [floats(row["teacher_logprobs"]) for row in found] == [*map(teacher_logprobs, found)]
 
 
 def test_subagents_and_discarded_replies_are_scored_if_asked_for(tmp_path: Path) -> None:
@@ -219,11 +219,11 @@ def test_subagents_and_discarded_replies_are_scored_if_asked_for(tmp_path: Path)
         assert score(tmp_path, teacher, "--subagents", "--discarded").returncode == 0
     found, part = rl_rows(source, **both)
     assert part["rows_without_teacher"] == 0
-    assert [floats(row["teacher_logprobs"]) for row in found] == [*map(expected, found)]
+    assert [floats(row["teacher_logprobs"]) for row in found] == [*map(teacher_logprobs, found)]
 
 
 def test_a_first_token_without_a_context_has_no_figure(tmp_path: Path) -> None:
-    make_run(tmp_path, played(([], [1, 2])), played(FIRST, SECOND))
+    make_run(tmp_path, play_record(([], [1, 2])), play_record(FIRST, SECOND))
     with teaching() as teacher:
         done = score(tmp_path, teacher)
         assert (done.returncode, len(teacher.requests)) == (1, 1)
@@ -329,7 +329,7 @@ def write_tokenizers(folder: Path) -> None:
 
 
 def test_a_run_without_token_ids_is_refused_with_the_next_command(tmp_path: Path) -> None:
-    make_run(tmp_path, worked(), worked())
+    make_run(tmp_path, call_record(), call_record())
     with teaching() as teacher:
         done = score(tmp_path, teacher)
     assert done.returncode == 2
@@ -339,7 +339,7 @@ def test_a_run_without_token_ids_is_refused_with_the_next_command(tmp_path: Path
 
 
 def test_records_without_ids_are_left_out_and_counted(tmp_path: Path) -> None:
-    make_run(tmp_path, worked(), conversation(1))
+    make_run(tmp_path, call_record(), conversation(1))
     with teaching() as teacher:
         done = score(tmp_path, teacher)
         assert len(teacher.requests) == 1
@@ -457,7 +457,7 @@ class TestFaults:
         assert done.returncode == 0, done.stderr
         assert len(figures(source)) == 2
         for row in rl_rows(source)[0]:
-            assert floats(row["teacher_logprobs"]) == expected(row)
+            assert floats(row["teacher_logprobs"]) == teacher_logprobs(row)
 
     @pytest.mark.parametrize(
         ("kind", "field", "edit", "message"),
@@ -567,7 +567,7 @@ class TestFaults:
 
 
 def ids_of(source: Source) -> list[list[int]]:
-    directory, _ = exported(source, formats="rl")
+    directory, _ = export_to_dataset(source, formats="rl")
     found = lines(directory / "rl" / "train.jsonl")
     return [row["prompt_ids"] + row["response_ids"] for row in found]
 
@@ -656,4 +656,4 @@ def test_no_figure_is_paid_for_twice_in_20_kills(tmp_path: Path, kind: Kind) -> 
     assert len(found) == len(set(found)) == count
     assert asked <= count + kills * in_flight
     for row in rl_rows(source)[0]:
-        assert floats(row["teacher_logprobs"]) == expected(row)
+        assert floats(row["teacher_logprobs"]) == teacher_logprobs(row)

@@ -507,7 +507,7 @@ def test_a_server_over_http_gets_its_headers(
         load_config(None, {"mcp": "none.json", "dataset_file": "x.jsonl", "run_name": "r"})
 
 
-def configured(cwd: Path, servers: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+def write_config(cwd: Path, servers: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     options = {**SCRIPTED, "enabled_toolsets": list(servers), "mcp": dict(servers), **more}
     (cwd / "run.yaml").write_text(yaml.safe_dump(options))
     return {"config": "run.yaml"}
@@ -519,7 +519,7 @@ def test_a_run_with_servers(tmp_path: Path) -> None:
     script = [calls(call("raw__echo", text="hi"), call("raw__env")), say("done")]
     write_rows(tmp_path / "p.jsonl", *({"id": n, "prompt": "x", "script": script} for n in "ab"))
     raw = {"command": RAW, "env": {"TOKEN": "s3cr3t-value"}}
-    given = configured(tmp_path, {"raw": raw})
+    given = write_config(tmp_path, {"raw": raw})
     done = run(tmp_path, **given, env={"SECRET_CANARY": "tweet"})
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "trajectories" / "r"
@@ -540,7 +540,7 @@ def test_the_tools_of_servers_are_part_of_the_run_s_fingerprint(tmp_path: Path) 
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("done")]})
 
     def meaning(*more: str) -> Any:
-        configured(tmp_path, {"raw": {"command": [*RAW, *more], "env": {"A": more[0]}}})
+        write_config(tmp_path, {"raw": {"command": [*RAW, *more], "env": {"A": more[0]}}})
         return data_options(make_plan(load_config(tmp_path / "run.yaml", {})).config)["mcp"]["raw"]
 
     first = meaning("{workspace}")
@@ -551,7 +551,7 @@ def test_the_tools_of_servers_are_part_of_the_run_s_fingerprint(tmp_path: Path) 
 
 def test_a_start_without_its_server_is_refused(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [say("done")]})
-    configured(tmp_path, {"raw": {"command": "no-such-program"}})
+    write_config(tmp_path, {"raw": {"command": "no-such-program"}})
     with pytest.raises(ConfigError, match="mcp: the server 'raw' did not start: "):
         make_plan(load_config(tmp_path / "run.yaml", {}))
     unused = make_plan(load_config(tmp_path / "run.yaml", {"enabled_toolsets": "file"}))
@@ -564,7 +564,7 @@ def test_no_server_survives_its_worker(tmp_path: Path) -> None:
     script = [calls(call("raw__pids")), calls(call("raw__hang")), say("done")]
     write_rows(tmp_path / "p.jsonl", {"id": "a", "prompt": "x", "script": script})
     raw = {"command": RAW}
-    with started(tmp_path, **configured(tmp_path, {"raw": raw})) as process:
+    with started(tmp_path, **write_config(tmp_path, {"raw": raw})) as process:
         inflight = tmp_path / "trajectories" / "r" / "inflight"
 
         def found() -> list[int]:
@@ -589,7 +589,9 @@ def test_the_list_of_tools_says_which_are_available(tmp_path: Path) -> None:
     (tmp_path / "my_tools.py").write_text(
         'def shout(text: str) -> str:\n    """Say it louder. Much."""\n    return text\n'
     )
-    given = configured(tmp_path, {"raw": {"command": RAW}, "gone": {"command": "no-such-program"}})
+    given = write_config(
+        tmp_path, {"raw": {"command": RAW}, "gone": {"command": "no-such-program"}}
+    )
     shown = run(tmp_path, "tools", "--json", **given, tools="my_tools:shout")
     assert shown.returncode == 0, shown.stderr
     parsed = json.loads(shown.stdout)

@@ -463,7 +463,7 @@ def test_an_exception_keeps_the_state_and_so_does_sys_exit(task: Task) -> None:
     assert task.py("x")["value"] == "2"
 
 
-def interrupted(task: Task, code: str, mark: str) -> dict[str, Any]:
+def interrupt(task: Task, code: str, mark: str) -> dict[str, Any]:
     """The result of code that is interrupted after it has made a file."""
     first = f"print('begun', flush=True)\nopen({mark!r}, 'w').close()\n"
     return cut_off(
@@ -476,7 +476,7 @@ def test_code_that_takes_too_long_is_interrupted_and_keeps_its_state(task: Task)
     task.py("x = 1\nimport os, time")
     codes = ("time.sleep(1000)", "os.system('sleep 1000')", "while True: pass")
     for number, code in enumerate(codes):
-        late = interrupted(task, code, f"begun{number}")
+        late = interrupt(task, code, f"begun{number}")
         assert (late["timed_out"], late["stdout"]) == (True, "begun\n")
         assert "note" not in late
     assert task.py("x")["value"] == "1"

@@ -240,7 +240,7 @@ def test_commands_without_a_sandbox_are_refused(root: Path) -> None:
     assert result.content == "Error executing terminal: this task has no sandbox to run commands in"
 
 
-def named(name: str, answer: str = "") -> Tool:
+def named_tool(name: str, answer: str = "") -> Tool:
     @tool(name=name)
     def give(context: ToolContext) -> str:
         """Give."""
@@ -249,7 +249,7 @@ def named(name: str, answer: str = "") -> Tool:
     return give
 
 
-A, B, C = named("a"), named("b"), named("c")
+A, B, C = named_tool("a"), named_tool("b"), named_tool("c")
 KNOWN = {
     "base": Toolset("base", "", (A,), needs_sandbox=False),
     "more": Toolset("more", "", (A, B), needs_sandbox=True, includes=("base", "circle")),
@@ -353,7 +353,7 @@ AIAgent("scripted", enabled_toolsets="web")
 
 
 def test_two_tools_of_one_name_in_different_toolsets_are_an_error() -> None:
-    other = Toolset("other", "", (named("a", "another"),), needs_sandbox=False)
+    other = Toolset("other", "", (named_tool("a", "another"),), needs_sandbox=False)
     with pytest.raises(ValueError, match="toolsets base and other both have a tool 'a'"):
         collect_tools([KNOWN["base"], other])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.exporting import make_run, worked
+from tests.helpers.exporting import call_record, make_run
 
 DIFFERENCE = """diff --git a/primes.py b/primes.py
 --- a/primes.py
@@ -164,5 +164,5 @@ def make_hostile(folder: Path) -> Path:
 
 def make_pairs(folder: Path, prompts: int) -> Path:
     """Two samples of each prompt, with different answers."""
-    records = [worked(f"Answer {n}.", finished_at=1790000000 + n) for n in range(2 * prompts)]
+    records = [call_record(f"Answer {n}.", finished_at=1790000000 + n) for n in range(2 * prompts)]
     return make(folder, records, samples=2, name="pairs")

@@ -30,7 +30,7 @@ from batch_trajectories.view.index.parts import (
 from batch_trajectories.view.index.table import Table
 from batch_trajectories.view.runs import RunPlace
 from batch_trajectories.view.state import OpenRun
-from tests.helpers.exporting import make_run, worked
+from tests.helpers.exporting import call_record, make_run
 from tests.helpers.running import wait_until
 from tests.view.conftest import ROWS
 from tests.view.serving import Viewer, viewing
@@ -55,7 +55,7 @@ def rows_of(viewer: Viewer, **query: Any) -> dict[str, Any]:
     return answer
 
 
-def changed(line: bytes, **values: Any) -> bytes:
+def change_record(line: bytes, **values: Any) -> bytes:
     """A record with other values."""
     content = orjson.loads(line)
     del content["crc32"]
@@ -119,7 +119,7 @@ def test_a_record_that_is_made_again_replaces_the_earlier_one(
     records = copied / "records.jsonl"
     line = records.read_bytes().splitlines(keepends=True)[3]
     with records.open("ab") as file:
-        file.write(changed(line, finished_at=before["finished_at"] + 9, attempt=2))
+        file.write(change_record(line, finished_at=before["finished_at"] + 9, attempt=2))
     answer = rows_of(looking)
     assert answer["matching"] == answer["total"] == ALL
     assert answer["rows"][-1]["id"] == before["id"]
@@ -186,7 +186,7 @@ def test_a_number_that_no_column_can_hold_is_left_out(copied: Path, looking: Vie
     records = copied / "records.jsonl"
     lines = records.read_bytes().splitlines(keepends=True)
     usage = {"input_tokens": 2**70, "output_tokens": 1}
-    records.write_bytes(b"".join([changed(lines[0], usage={}), *lines[1:]]))
+    records.write_bytes(b"".join([change_record(lines[0], usage={}), *lines[1:]]))
     content = orjson.loads(lines[1])
     del content["crc32"]
     huge = orjson.dumps(content | {"id": "huge", "usage": usage | {"input_tokens": 7777}})
@@ -345,8 +345,8 @@ def test_the_next_undecided_row_is_found_without_a_look_at_each(
 
 def test_runs_are_compared_in_a_process_of_its_own(tmp_path: Path) -> None:
     first, second = (
-        make_run(tmp_path, worked(), last, name=name).run_dir
-        for name, last in (("a", worked()), ("b", worked("No.")))
+        make_run(tmp_path, call_record(), last, name=name).run_dir
+        for name, last in (("a", call_record()), ("b", call_record("No.")))
     )
     compared = orjson.loads(run_index.run_maker("compare", first, second))
     assert [run["records"] for run in compared["runs"]] == [2, 2]

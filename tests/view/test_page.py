@@ -73,7 +73,7 @@ def server_of(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
+def serve_runs(folder: Path) -> Iterator[str]:
     """The address of such a server."""
     with server_of(folder) as (address, _):
         yield address
@@ -91,12 +91,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(browser: Browser, folder: Path) -> Iterator[str]:
-    with served(folder) as address:
+    with serve_runs(folder) as address:
         yield address
 
 
 @contextmanager
-def opened(browser: Browser, address: str, place: str, **options: Any) -> Iterator[Page]:
+def open_page(browser: Browser, address: str, place: str, **options: Any) -> Iterator[Page]:
     """The opened page; at the end it must have complained of nothing, and asked only its server."""
     context = browser.new_context(**{"viewport": {"width": 1200, "height": 800}, **options})
     context.set_default_timeout(PATIENCE_MS)
@@ -153,7 +153,7 @@ ALL_SHOWN = re.compile("^12 shown")
 
 
 def test_runs_are_listed_and_compared_by_keyboard(browser: Browser, address: str) -> None:
-    with opened(browser, address, "#") as page:
+    with open_page(browser, address, "#") as page:
         page.locator("#runs-rows a").first.wait_for()
         names = page.locator("#runs-rows th a").all_text_contents()
         assert sorted(names) == ["hostile", "kinds", "pairs", "rich"]
@@ -166,7 +166,7 @@ def test_runs_are_listed_and_compared_by_keyboard(browser: Browser, address: str
 
 @pytest.mark.slow
 def test_a_run_that_is_not_there_shows_no_other(browser: Browser, address: str) -> None:
-    with opened(browser, address, "#rich") as page:
+    with open_page(browser, address, "#rich") as page:
         page.locator("#rows a").first.wait_for()
         go(page, "#none")
         page.locator("#trouble", has_text="no such run").wait_for()
@@ -180,7 +180,7 @@ def test_a_run_that_is_not_there_shows_no_other(browser: Browser, address: str) 
 def test_a_server_that_is_gone_is_named(browser: Browser, folder: Path) -> None:
     with (
         server_of(folder) as (address, process),
-        opened(browser, address, "#") as page,
+        open_page(browser, address, "#") as page,
     ):
         page.locator("#runs-rows a").first.wait_for()
         process.kill()
@@ -210,7 +210,7 @@ def test_words_that_were_cleared_do_not_come_back(browser: Browser, address: str
       bar.dispatchEvent(new MouseEvent("click", { bubbles: true }));
       return document.querySelector("#query").value;
     }"""
-    with opened(browser, address, "#rich") as page:
+    with open_page(browser, address, "#rich") as page:
         page.locator("#found", has_text=ALL_SHOWN).wait_for()
         page.fill("#query", "t1#s1")
         page.locator("#found", has_text="1 of 12 shown").wait_for()
@@ -231,7 +231,7 @@ def test_words_that_were_cleared_do_not_come_back(browser: Browser, address: str
 
 
 def test_filters_are_of_the_server_and_charts_follow(browser: Browser, address: str) -> None:
-    with opened(browser, address, "#rich") as page:
+    with open_page(browser, address, "#rich") as page:
         page.locator("#found", has_text="12 shown").wait_for()
         charts(page)
         page.get_by_role("button", name="Filter by not passed: 6").click()
@@ -260,7 +260,7 @@ def test_filters_are_of_the_server_and_charts_follow(browser: Browser, address: 
 
 
 def test_a_conversation_shows_results_as_what_they_are(browser: Browser, address: str) -> None:
-    with opened(browser, address, "#") as page:
+    with open_page(browser, address, "#") as page:
         read(page, "rich", "t0")
         turn = page.locator("#reader > .messages > article")
         assert page.locator(".diff .added").all_text_contents()[-1].startswith("+    return n > 1")
@@ -284,7 +284,7 @@ def test_a_conversation_shows_results_as_what_they_are(browser: Browser, address
 
 def test_colours_are_drawn_and_binary_data_is_folded(browser: Browser, address: str) -> None:
     """The text with its escapes is a click away; a long list is drawn in parts."""
-    with opened(browser, address, "#") as page:
+    with open_page(browser, address, "#") as page:
         read(page, "kinds", "t0")
         coloured = page.locator("pre", has_text="test_a.py")
         assert coloured.text_content() == "starts\ntest_a.py .F\nblue"
@@ -307,7 +307,7 @@ def test_colours_are_drawn_and_binary_data_is_folded(browser: Browser, address: 
 
 def test_pictures_are_drawn_and_no_address_is_asked_for(browser: Browser, address: str) -> None:
     """Those that are stored, as pixels; what is no picture of pixels is named."""
-    with opened(browser, address, "#") as page:
+    with open_page(browser, address, "#") as page:
         read(page, "kinds", "t0")
         asked, shown = page.locator("article.user img"), page.locator(".call img")
         for picture in (asked, shown):
@@ -323,7 +323,7 @@ def test_pictures_are_drawn_and_no_address_is_asked_for(browser: Browser, addres
 
 def test_a_turn_of_a_long_conversation_is_shown_and_stays(browser: Browser, address: str) -> None:
     """Of 500 turns: by a link, and by keys; while it is read, the page says so."""
-    with opened(browser, address, "#") as page:
+    with open_page(browser, address, "#") as page:
         read(page, "kinds", "t0")
         page.route(
             "**/record?id=t1*",
@@ -351,7 +351,7 @@ def place_of(element: Any) -> int:
 
 
 def test_samples_stand_side_by_side(browser: Browser, address: str) -> None:
-    with opened(browser, address, "#") as page:
+    with open_page(browser, address, "#") as page:
         read(page, "rich", "t0")
         page.locator("#siblings tr", has_text="t0#s1").wait_for()
         page.keyboard.press("s")
@@ -368,7 +368,7 @@ def test_decisions_are_labels_and_can_be_undone(
     browser: Browser, address: str, folder: Path
 ) -> None:
     labels = folder / "rich" / "labels.jsonl"
-    with opened(browser, address, "#") as page:
+    with open_page(browser, address, "#") as page:
         read(page, "rich", "t1")
         said = page.locator("#decide-words")
         page.keyboard.press("1")
@@ -406,7 +406,7 @@ def test_decisions_are_labels_and_can_be_undone(
 def test_a_note_is_written_on_where_the_cursor_is_when_an_answer_comes(
     browser: Browser, address: str
 ) -> None:
-    with opened(browser, address, "#") as page:
+    with open_page(browser, address, "#") as page:
         read(page, "rich", "t4")
         held: list[Route] = []
         page.route("**/labels", lambda route: held.append(route))
@@ -427,7 +427,7 @@ def test_a_review_by_keyboard_alone_ends_as_training_data(
     browser: Browser, address: str, folder: Path
 ) -> None:
     """Of 200 conversations, two samples of each prompt: the files hold what was decided."""
-    with opened(browser, address, "#pairs") as page:
+    with open_page(browser, address, "#pairs") as page:
         page.locator("#found", has_text="200 shown").wait_for()
         page.keyboard.press("n")
         kept, pairs = [], []
@@ -471,7 +471,7 @@ def test_a_review_by_keyboard_alone_ends_as_training_data(
 @pytest.mark.slow
 def test_hostile_texts_stay_texts(browser: Browser, address: str) -> None:
     """In the table, filters, conversation, request and samples; each fold is unfolded."""
-    with opened(browser, address, "#hostile") as page:
+    with open_page(browser, address, "#hostile") as page:
         page.locator("#found", has_text=f"{len(PAYLOADS)} shown").wait_for()
         for number, text in enumerate(PAYLOADS):
             read(page, "hostile", f"t{number}")
@@ -506,9 +506,12 @@ def test_a_run_that_works_moves_and_is_steered(browser: Browser, tmp_path: Path)
             "model": "openai:m",
             "enabled_toolsets": "none",
         }
-        with started(tmp_path, **given) as process, served(tmp_path / "trajectories") as address:
+        with (
+            started(tmp_path, **given) as process,
+            serve_runs(tmp_path / "trajectories") as address,
+        ):
             wait_until(lambda: int(endpoint.journal()["requests"]) >= 12)
-            with opened(browser, address, "#r") as page:
+            with open_page(browser, address, "#r") as page:
                 answer = page.locator("#steer-answer")
                 page.locator("#flight-count", has_text="6").wait_for()
                 page.locator("#pause").click()
@@ -548,7 +551,7 @@ PLACES = {
 }
 
 
-def settled(page: Page, name: str) -> None:
+def wait_until_drawn(page: Page, name: str) -> None:
     """Wait until a place is drawn, and open what it can show."""
     waits = {
         "runs": "#runs-rows a",
@@ -574,11 +577,11 @@ def test_nothing_stands_in_the_way_of_screen_readers(
     if not AXE.exists():
         pytest.skip(f"needs axe-core: npm install --prefix .ci/axe axe-core ({AXE})")
     for view in (PHONE, WIDE):
-        with opened(browser, address, "#", color_scheme=scheme, viewport=view) as page:
+        with open_page(browser, address, "#", color_scheme=scheme, viewport=view) as page:
             page.evaluate(AXE.read_text())
             for name, place in PLACES.items():
                 go(page, place)
-                settled(page, name)
+                wait_until_drawn(page, name)
                 check(page, name)
                 if name == "conversation":
                     page.keyboard.press("s")
@@ -612,10 +615,10 @@ def test_the_page_fits_a_phone_and_a_wide_screen(
     directory.mkdir(parents=True, exist_ok=True)
     for scheme in SCHEMES:
         for kind, view in (("phone", PHONE), ("wide", WIDE)):
-            with opened(browser, address, "#", color_scheme=scheme, viewport=view) as page:
+            with open_page(browser, address, "#", color_scheme=scheme, viewport=view) as page:
                 for name, place in PLACES.items():
                     go(page, place)
-                    settled(page, name)
+                    wait_until_drawn(page, name)
                     assert page.evaluate("document.documentElement.scrollWidth") <= view["width"]
                     picture = directory / f"view-{name}-{kind}-{scheme}.png"
                     page.screenshot(path=picture)
@@ -637,7 +640,7 @@ def test_a_page_without_its_token_says_what_to_do(browser: Browser, address: str
 
 def test_the_page_says_what_it_reads_and_nothing_moves(browser: Browser, address: str) -> None:
     """Until the rows come the places are as high as with them."""
-    with opened(browser, address, "#") as page:
+    with open_page(browser, address, "#") as page:
         page.locator("#runs-rows a").first.wait_for()
         page.route(
             "**/api/runs/rich",
@@ -669,7 +672,7 @@ def test_runs_are_listed_with_their_worth_and_audits_apart(
             tasks = [{"id": f"t{n}", "verdict": verdict} for n, verdict in enumerate(verdicts)]
             write_rows(runs / name / "tasks.jsonl", *tasks)
         path.write_text(json.dumps({**identity, "run_name": name}))
-    with served(runs) as address, opened(browser, address, "#") as page:
+    with serve_runs(runs) as address, open_page(browser, address, "#") as page:
         page.locator("#runs-rows a").first.wait_for()
         heads = page.locator("#runs thead").first.locator("th").all_text_contents()
         wanted = ["Run", "Model", "Rows", "State", "Passed", "Training rows", "Cost", "Age"]
@@ -697,7 +700,7 @@ def test_runs_are_listed_with_their_worth_and_audits_apart(
 
 def test_problems_are_said_in_words_and_in_few_on_a_phone(browser: Browser, address: str) -> None:
     """No name of a check, in the list or above the table."""
-    with opened(browser, address, "#", viewport=PHONE) as page:
+    with open_page(browser, address, "#", viewport=PHONE) as page:
         row = page.locator("#runs-rows tr", has=page.get_by_role("link", name="rich"))
         row.locator(".problems", has_text="12 of 12 without token counts").wait_for()
         assert "no_tokens" not in page.locator("#runs").inner_text()
@@ -725,7 +728,7 @@ def test_a_cascade_names_its_models_in_order(
     identity = json.loads(path.read_text())
     identity["config"] |= {"model": None, "models": ["small", "large"], "escalate_after": 1}
     path.write_text(json.dumps(identity))
-    with served(runs) as address, opened(browser, address, "#") as page:
+    with serve_runs(runs) as address, open_page(browser, address, "#") as page:
         page.locator("#runs-rows td.model", has_text="small → large").wait_for()
 
 
@@ -738,7 +741,7 @@ def test_a_run_that_is_partly_read_says_so(browser: Browser, address: str) -> No
         said["index"] |= {"is_complete": False, "bytes": said["index"]["of_bytes"] // 2}
         route.fulfill(response=answer, json=said)
 
-    with opened(browser, address, "#") as page:
+    with open_page(browser, address, "#") as page:
         page.locator("#runs-rows a").first.wait_for()
         page.route("**/api/runs/rich", half)
         page.route("**/api/events*", lambda route: route.fulfill(status=204))
@@ -772,7 +775,7 @@ def test_the_row_in_view_stays_when_others_come_before_it(
         const row = document.elementFromPoint(left + 300, bottom + 4).closest("tr");
         return [row.querySelector("a")?.textContent, row.getBoundingClientRect().top];
     }"""
-    with served(runs) as address, browser.new_context() as context:
+    with serve_runs(runs) as address, browser.new_context() as context:
         page = context.new_page()
         page.set_default_timeout(PATIENCE_MS)
         page.route("**/static/page.js", lower)
@@ -792,7 +795,7 @@ def test_the_row_in_view_stays_when_others_come_before_it(
 
 
 def test_a_run_that_was_left_is_shown_with_its_rows_again(browser: Browser, address: str) -> None:
-    with opened(browser, address, "#rich") as page:
+    with open_page(browser, address, "#rich") as page:
         page.locator("#found", has_text=ALL_SHOWN).wait_for()
         page.keyboard.press("g")
         page.locator("#runs-rows a").first.wait_for()
@@ -805,7 +808,7 @@ def test_a_run_that_writes_its_files_keeps_its_numbers(browser: Browser, tmp_pat
     rows = [{"id": f"q{n}", "prompt": "Go.", "script": [{"content": "yes"}]} for n in range(12)]
     write_rows(tmp_path / "p.jsonl", *rows)
     assert run(tmp_path, **SCRIPTED).returncode == 0
-    with served(tmp_path / "trajectories") as address, opened(browser, address, "#") as page:
+    with serve_runs(tmp_path / "trajectories") as address, open_page(browser, address, "#") as page:
         page.locator("#runs-rows a").first.wait_for()
         (said,) = page.evaluate("fetch('/api/runs').then(answer => answer.json())")["runs"]
         assert said["done"] == 12
@@ -824,7 +827,7 @@ def test_a_run_that_writes_its_files_keeps_its_numbers(browser: Browser, tmp_pat
 
 
 def test_a_row_is_chosen_in_the_run_that_was_read_only(browser: Browser, address: str) -> None:
-    with opened(browser, address, "#") as page:
+    with open_page(browser, address, "#") as page:
         read(page, "rich", "t2")
         page.keyboard.press("Escape")
         page.locator("#rows tr.selected", has_text="t2").wait_for()
@@ -849,7 +852,7 @@ def test_runs_of_one_dataset_are_drawn_beside_each_other(browser: Browser, tmp_p
         write_rows(tmp_path / "p.jsonl", *rows)
         given = {**SCRIPTED, "run_name": name}
         assert run(tmp_path, "--check_expected", **given).returncode == 0
-    with served(tmp_path / "trajectories") as address, opened(browser, address, "#") as page:
+    with serve_runs(tmp_path / "trajectories") as address, open_page(browser, address, "#") as page:
         figure = page.locator("#trends figure")
         figure.wait_for()
         assert "p.jsonl" in figure.inner_text()
@@ -861,7 +864,7 @@ def test_runs_of_one_dataset_are_drawn_beside_each_other(browser: Browser, tmp_p
 
 def test_the_address_of_a_filtered_run_shows_the_same(browser: Browser, address: str) -> None:
     """Also filters that only a server has; samples stand together until columns are sorted."""
-    with opened(browser, address, "#rich") as page:
+    with open_page(browser, address, "#rich") as page:
         page.locator("#found", has_text=ALL_SHOWN).wait_for()
         assert ids(page)[:3] == ["t0", "t0#s1", "t1"]
         assert page.locator("#rows .badge").first.text_content() == "1 of 2 passed"
@@ -872,7 +875,7 @@ def test_the_address_of_a_filtered_run_shows_the_same(browser: Browser, address:
         page.keyboard.press("Enter")
         page.wait_for_function("location.hash.includes('where=')")
         place = page.evaluate("location.hash")
-    with opened(browser, address, place) as page:
+    with open_page(browser, address, place) as page:
         page.locator("#found", has_text="6 of 12 shown").wait_for()
         assert page.input_value("#by-where") == "turns > 5"
         assert page.locator("#by-where").is_visible(), "a filter that works is seen"

@@ -86,7 +86,7 @@ def test_charts_tell_who_passed(viewer: Viewer) -> None:
     assert (sum(times["passed"]), sum(times["failed"])) == (12, 24)
 
 
-def made(run_dir: Path) -> Path | None:
+def made_index(run_dir: Path) -> Path | None:
     cache = find_cache(run_dir)
     path = None if cache is None else cache / "facts.json"
     return path if path is not None and path.exists() else None
@@ -100,11 +100,11 @@ def test_the_health_of_a_finished_run_is_computed_once_and_kept(
     copy.parent.mkdir()
     shutil.copytree(folder / "r", copy)
     places = [*Places([str(copy.parent)]).runs()]
-    assert made(copy) is None
+    assert made_index(copy) is None
     keeper = HealthKeeper()
     keeper.look(places)
-    wait_until(lambda: made(copy) is not None)
-    path = made(copy)
+    wait_until(lambda: made_index(copy) is not None)
+    path = made_index(copy)
     assert path is not None
     before = path.stat().st_mtime_ns
     wait_until(lambda: keeper_rests(keeper, places))

@@ -88,7 +88,7 @@ def events_of(api: str, body: JSON) -> list[bytes]:
     return DIALECTS[api].events(body, {"stream_options": {"include_usage": True}})
 
 
-def whole(api: str, **given: Any) -> Play:
+def answer_whole(api: str, **given: Any) -> Play:
     """Answer with a whole reply, or as a stream where one is asked for."""
 
     async def play(request: web.BaseRequest, body: bytes, n: int) -> web.StreamResponse:
@@ -101,10 +101,10 @@ def whole(api: str, **given: Any) -> Play:
     return play
 
 
-def held(api: str) -> tuple[Play, asyncio.Event]:
-    """Answers as `whole` does, but only while the event is set."""
+def answer_when_set(api: str) -> tuple[Play, asyncio.Event]:
+    """Answers as `answer_whole` does, but only while the event is set."""
     goes_on = asyncio.Event()
-    answer = whole(api)
+    answer = answer_whole(api)
 
     async def play(request: web.BaseRequest, body: bytes, n: int) -> web.StreamResponse:
         await goes_on.wait()
@@ -165,7 +165,7 @@ class Relayed:
 
 
 @asynccontextmanager
-async def relayed(
+async def run_gateway(
     api: str,
     play: Play | None = None,
     *,
@@ -178,7 +178,7 @@ async def relayed(
 ) -> AsyncIterator[Relayed]:
     """A gateway for an agent with these events so far, at an endpoint where the model is called
     `name`; `given` goes to the `Relay`."""
-    endpoint = Endpoint(play or whole(api))
+    endpoint = Endpoint(play or answer_whole(api))
     upstream = web.Server(endpoint.handle, access_log=None)
     loop = asyncio.get_running_loop()
     listener = await loop.create_server(upstream, "127.0.0.1", 0)

@@ -38,7 +38,9 @@ def work(*commands: str) -> Recording:
     return recording
 
 
-def journaled(run_dir: Path, events: list[Event], *, without: frozenset[int] = frozenset()) -> Path:
+def write_journal(
+    run_dir: Path, events: list[Event], *, without: frozenset[int] = frozenset()
+) -> Path:
     inflight = run_dir / "inflight"
     inflight.mkdir(exist_ok=True)
     writer = JournalWriter(inflight, 0, on_storage_error=lambda error: None)
@@ -56,7 +58,7 @@ def read_back(inflight: Path) -> list[Event]:
 
 
 def test_calls_of_agents_count_as_replies_and_are_paid(tmp_path: Path) -> None:
-    inflight = journaled(tmp_path, work("ls", "wc").events)
+    inflight = write_journal(tmp_path, work("ls", "wc").events)
     [replies] = read_journaled_replies(inflight).tasks.values()
     assert (replies.turns, replies.costs) == (2, [0.25, 0.25])
     journals = Inflight(inflight)
@@ -69,7 +71,7 @@ def test_calls_of_agents_count_as_replies_and_are_paid(tmp_path: Path) -> None:
 def test_calls_behind_a_gap_are_paid_and_not_used(tmp_path: Path) -> None:
     """A power loss took the second call: the third cannot be placed."""
     recording = work("ls", "wc", "cat")
-    found = read_back(journaled(tmp_path, recording.events, without=frozenset({1})))
+    found = read_back(write_journal(tmp_path, recording.events, without=frozenset({1})))
     assert found[0] == recording.events[0]
     [lost] = found[1:]
     assert lost["kind"] == "reply"
@@ -91,7 +93,7 @@ def test_an_answer_by_a_call_that_is_missing_is_not_used() -> None:
 
 
 def test_the_status_says_what_an_agent_is_doing(tmp_path: Path) -> None:
-    inflight = journaled(tmp_path, work("ls", "wc").events)
+    inflight = write_journal(tmp_path, work("ls", "wc").events)
     (one,) = conversations_in_flight(inflight, settled=(), now=103.0)
     assert one == {
         "id": "a",

@@ -19,7 +19,7 @@ from agent.models.model import ModelSettings
 from agent.state.events import Clock, exchange_event
 from agent.state.trajectory import Trajectory
 from batch_trajectories.basics import exact_json
-from tests.agent.gateway.relaying import ask, events_of, relayed, reply_of, stream
+from tests.agent.gateway.relaying import ask, events_of, reply_of, run_gateway, stream
 from tests.agent.gateway.talking import JSON, ChatTalk, Recording, Said, Talk
 from tests.fakes.fake_tokens import Template, add_tokens, refusal
 from tests.helpers.stored import token_turns_of
@@ -164,7 +164,7 @@ def test_an_agent_gets_the_tokens_that_it_asked_for_and_no_others(
     settings = {"token_ids": True, "reference": f"{style}:m"}
 
     async def run() -> None:
-        async with relayed(api, play, settings=settings, is_live=is_live) as world:
+        async with run_gateway(api, play, settings=settings, is_live=is_live) as world:
             status, said = await world.read(ask(**more, **asks))
         assert status == 200
         assert said.endswith(b"data: [DONE]\n\n" if more else b"}")
@@ -173,7 +173,7 @@ def test_an_agent_gets_the_tokens_that_it_asked_for_and_no_others(
         assert has_ids(exchange["reply"])
         assert [field for field in FIELDS if field in str(exchange["body"])] == [*asks]
         restarted = [*world.events, AgentRestartedEvent(kind="agent_restarted", at=0.0)]
-        async with relayed(api, play, events=restarted, settings=settings) as world:
+        async with run_gateway(api, play, events=restarted, settings=settings) as world:
             status, again = await world.read(ask(**more, **asks))
         assert world.endpoint.asked == []
         assert [field for field in FIELDS if f'"{field}"'.encode() in again] == [*asks]

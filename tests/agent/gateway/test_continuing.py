@@ -46,7 +46,7 @@ class ById(ResponsesTalk):
         self.items.append({"type": kind, "call_id": self.call, "output": text})
 
 
-def said(record: JSON) -> list[tuple[str, str]]:
+def read_messages(record: JSON) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in record["messages"]]
 
 
@@ -62,7 +62,7 @@ def lacks_messages(record: JSON) -> bool:
     return [part_kind(part) for part in parts] == [EARLIER_RESPONSE]
 
 
-def worked(recording: Recording, talk: ById) -> None:
+def make_one_call(recording: Recording, talk: ById) -> None:
     """A conversation of one call and its result."""
     talk.say(PROMPT)
     recording.relay(talk, Said("Looking.", "ls"))
@@ -81,16 +81,16 @@ WHOLE = [
 
 def test_the_ids_are_followed() -> None:
     recording = Recording(PROMPT)
-    worked(recording, ById())
+    make_one_call(recording, ById())
     record = recording.trajectory.to_record()
-    assert said(record) == WHOLE
+    assert read_messages(record) == WHOLE
     assert [(one["name"], one["calls"]) for one in record["threads"]] == [("main", 2)]
     assert record["messages"][3]["tool_call_id"] == record["messages"][2]["tool_calls"][0]["id"]
     assert [event["shared"] for event in recording.threads.exchanges] == [0, 3]
 
 
-def asked_again(first: Recording, talk: ById) -> Recording:
-    """What was `worked`, after a kill: both calls are answered, and none is made."""
+def ask_again(first: Recording, talk: ById) -> Recording:
+    """What was `make_one_call`, after a kill: both calls are answered, and none is made."""
     again = Recording(PROMPT, first.events)
     again.restart()
     talk.say(PROMPT)
@@ -103,13 +103,13 @@ def asked_again(first: Recording, talk: ById) -> Recording:
 def test_a_kill_changes_nothing() -> None:
     """The same calls are answered from the journal, by the ids of the replies that it has."""
     first = Recording(PROMPT)
-    worked(first, ById())
+    make_one_call(first, ById())
     talk = ById()
-    again = asked_again(first, talk)
+    again = ask_again(first, talk)
     assert not talk.items
     talk.say("And the directories?")
     assert not again.ask(talk, Said("None."))
-    assert said(again.trajectory.to_record()) == [
+    assert read_messages(again.trajectory.to_record()) == [
         *WHOLE,
         ("user", "And the directories?"),
         ("assistant", "None."),
@@ -131,11 +131,11 @@ class ByItems(ById):
 def test_items_that_are_only_named_are_those_of_the_replies() -> None:
     """After a kill, too: each request goes on with the thread, and has its key."""
     recording = Recording(PROMPT)
-    worked(recording, ByItems())
+    make_one_call(recording, ByItems())
     record = recording.trajectory.to_record()
-    assert said(record) == WHOLE
+    assert read_messages(record) == WHOLE
     assert [(one["name"], one["calls"]) for one in record["threads"]] == [("main", 2)]
-    asked_again(recording, ByItems())
+    ask_again(recording, ByItems())
 
 
 def test_an_item_of_elsewhere_is_unknown_context() -> None:
@@ -148,7 +148,7 @@ def test_an_item_of_elsewhere_is_unknown_context() -> None:
 
 def test_a_resumed_session_continues_by_id() -> None:
     first, talk = Recording(PROMPT), ById()
-    worked(first, talk)
+    make_one_call(first, talk)
     again = Recording(PROMPT, first.events)
     talk.say("And the directories?")
     again.relay(talk, Said("None."))
@@ -160,7 +160,7 @@ def test_instructions_are_for_one_call() -> None:
     """The API does not carry them over; other system messages belong to the conversation."""
     recording, talk = Recording(PROMPT), ById()
     talk.items.append({"role": "developer", "content": "Be brief."})
-    worked(recording, talk)
+    make_one_call(recording, talk)
     talk.system = "You answer in French."
     talk.say("Encore?")
     recording.relay(talk, Said("Deux."))
@@ -169,7 +169,7 @@ def test_instructions_are_for_one_call() -> None:
     recording.relay(talk, Said("Yes."))
     common = [("system", "Be brief."), *WHOLE[1:]]
     record = recording.trajectory.to_record()
-    assert said(record) == [
+    assert read_messages(record) == [
         *common,
         ("user", "Encore?"),
         ("assistant", "Deux."),
@@ -229,7 +229,7 @@ def test_a_conversation_of_the_endpoint_is_followed_once_it_is_known(conversatio
         talk.result("a b")
     record = recording.trajectory.to_record()
     unknown = ("system", "[earlier response conv_1: unknown]")
-    assert said(record) == [WHOLE[0], unknown, *WHOLE[1:]]
+    assert read_messages(record) == [WHOLE[0], unknown, *WHOLE[1:]]
     assert lacks_messages(record)
 
 
@@ -238,7 +238,7 @@ def test_an_unknown_response_is_named_and_is_no_training_data() -> None:
     talk.result("a b")
     recording.relay(talk, Said("Two."))
     record = recording.trajectory.to_record()
-    assert said(record)[1] == ("system", "[earlier response resp_other: unknown]")
+    assert read_messages(record)[1] == ("system", "[earlier response resp_other: unknown]")
     assert lacks_messages(record)
 
 
@@ -259,7 +259,7 @@ def test_a_response_that_the_endpoint_did_not_read_is_no_training_data() -> None
     record = recording.trajectory.to_record()
     assert len(record["threads"]) == 1
     unknown = ("system", f"[earlier response {request.follows}: unknown]")
-    assert said(record)[:5] == [*WHOLE[:3], unknown, WHOLE[3]]
+    assert read_messages(record)[:5] == [*WHOLE[:3], unknown, WHOLE[3]]
     assert lacks_messages(record)
 
 

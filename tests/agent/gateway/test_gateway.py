@@ -19,7 +19,16 @@ from agent.gateway.relay import CallLimits, RefusedModel, Route
 from agent.gateway.server import MAX_REQUEST_BYTES
 from agent.models.client.endpoint import open_model
 from agent.models.model import ModelSettings, Price
-from tests.agent.gateway.relaying import ALL, KEY, PATHS, ask, held, relayed, reply_of, until
+from tests.agent.gateway.relaying import (
+    ALL,
+    KEY,
+    PATHS,
+    answer_when_set,
+    ask,
+    reply_of,
+    run_gateway,
+    until,
+)
 
 EACH = pytest.mark.parametrize("api", ALL)
 PRICES: dict[str, Any] = {"prices": {"m": Price(1.0, 1.0, 1.0, 1.0)}}
@@ -44,7 +53,7 @@ def test_a_limit_refuses_the_next_call(
     """With status 400 and an error in the dialect's own form; the ending says which limit."""
 
     async def run() -> None:
-        async with relayed(api, limits=limits, settings=PRICES) as world:
+        async with run_gateway(api, limits=limits, settings=PRICES) as world:
             for n in range(2):
                 assert (await world.read(ask(f"Go {n}.")))[0] == 200
             assert not world.gateway.relay.ended.is_set()
@@ -65,7 +74,7 @@ def test_a_limit_refuses_the_next_call(
 
 def test_a_budget_in_dollars_ends_with_the_first_reply_of_unknown_cost() -> None:
     async def run() -> None:
-        async with relayed("openai_chat", limits=CallLimits(max_cost_usd=9.0)) as world:
+        async with run_gateway("openai_chat", limits=CallLimits(max_cost_usd=9.0)) as world:
             assert (await world.read(ask("Go.")))[0] == 200
             status, said = await world.read(ask("Go on."))
             assert status == 400
@@ -76,10 +85,10 @@ def test_a_budget_in_dollars_ends_with_the_first_reply_of_unknown_cost() -> None
 
 def test_calls_in_flight_count_against_the_limit() -> None:
     """An agent that asks for many at once gets as many as one that asks for them in turn."""
-    play, goes_on = held("openai_chat")
+    play, goes_on = answer_when_set("openai_chat")
 
     async def run() -> None:
-        async with relayed("openai_chat", play, limits=CallLimits(max_calls=2)) as world:
+        async with run_gateway("openai_chat", play, limits=CallLimits(max_calls=2)) as world:
             calls = [asyncio.create_task(world.read(ask(f"{n}"))) for n in range(3)]
             await until(lambda: any(one.done() for one in calls))
             goes_on.set()
@@ -93,11 +102,11 @@ def test_calls_in_flight_count_against_the_limit() -> None:
 def test_a_run_that_stops_refuses_calls_and_records_those_in_flight(api: str) -> None:
     """The agent of a call in flight still gets its reply."""
     stops = False
-    play, goes_on = held(api)
+    play, goes_on = answer_when_set(api)
 
     async def run() -> None:
         nonlocal stops
-        async with relayed(api, play, is_stopping=lambda: stops) as world:
+        async with run_gateway(api, play, is_stopping=lambda: stops) as world:
             first = asyncio.create_task(world.read())
             await until(lambda: len(world.endpoint.asked) == 1)
             stops = True
@@ -121,7 +130,7 @@ def test_a_model_that_the_run_does_not_have_is_refused(api: str) -> None:
         raise RefusedModel(f"{name}: give it under aliases")
 
     async def run() -> None:
-        async with relayed(api, route=route) as world:
+        async with run_gateway(api, route=route) as world:
             status, said = await world.read()
             assert status == 400
             assert "m: give it under aliases" in _error(said)["message"]
@@ -136,7 +145,7 @@ def test_an_alias_is_sent_under_the_name_of_its_endpoint(api: str) -> None:
     """Only the name changes; the journal keeps what the agent asked for."""
 
     async def run() -> None:
-        async with relayed(api, name="real-name") as world:
+        async with run_gateway(api, name="real-name") as world:
             assert (await world.read(ask(x_new=[1, {"b": 2}])))[0] == 200
             sent = orjson.loads(world.endpoint.asked[0].body)
             assert sent == ask(x_new=[1, {"b": 2}]) | {"model": "real-name"}
@@ -150,7 +159,7 @@ def test_a_budget_puts_a_limit_into_requests_without_one() -> None:
 
     async def run() -> None:
         settings = {"needs_bound": True, "max_tokens": 77}
-        async with relayed("openai_chat", settings=settings) as world:
+        async with run_gateway("openai_chat", settings=settings) as world:
             for given in ({}, {"max_tokens": 1000}):
                 body = {"model": "m", "messages": [{"role": "user", "content": "Go."}], **given}
                 assert (await world.read(body))[0] == 200
@@ -168,7 +177,7 @@ def test_tools_that_the_provider_would_run_are_removed() -> None:
     tools = [mine, {"type": "web_search_20250305", "name": "web_search"}]
 
     async def run() -> None:
-        async with relayed("anthropic_messages") as world:
+        async with run_gateway("anthropic_messages") as world:
             assert (await world.read(ask(tools=tools)))[0] == 200
             assert orjson.loads(world.endpoint.asked[0].body)["tools"] == [mine]
             assert world.exchanges[0]["stripped"] == ["web_search"]
@@ -184,7 +193,7 @@ def test_counting_tokens_is_relayed_and_not_recorded() -> None:
         return web.json_response({"input_tokens": 12})
 
     async def run() -> None:
-        async with relayed("anthropic_messages", play) as world:
+        async with run_gateway("anthropic_messages", play) as world:
             status, said = await world.read(path=path)
             assert (status, orjson.loads(said)) == (200, {"input_tokens": 12})
             assert world.endpoint.asked[0].path == path
@@ -196,11 +205,11 @@ def test_counting_tokens_is_relayed_and_not_recorded() -> None:
 @EACH
 def test_a_stream_that_waits_shows_that_it_is_alive(api: str) -> None:
     """Before the endpoint answers, too; the reply follows."""
-    play, goes_on = held(api)
+    play, goes_on = answer_when_set(api)
 
     async def run() -> None:
         async with (
-            relayed(api, play, keepalive_s=0.01) as world,
+            run_gateway(api, play, keepalive_s=0.01) as world,
             world.post(ask(stream=True)) as response,
         ):
             assert response.status == 200
@@ -223,7 +232,7 @@ def test_a_failure_after_keepalives_is_an_event_of_the_stream(api: str) -> None:
 
     async def run() -> None:
         async with (
-            relayed(api, play, keepalive_s=0.01) as world,
+            run_gateway(api, play, keepalive_s=0.01) as world,
             world.post(ask(stream=True)) as response,
         ):
             await response.content.readany()
@@ -259,7 +268,7 @@ def test_what_is_no_request_is_refused(api: str, body: bytes) -> None:
         body = body.replace(b'"messages"', b'"input"').replace(b'"m"}', b'"m", "input": 1}')
 
     async def run() -> None:
-        async with relayed(api) as world:
+        async with run_gateway(api) as world:
             status, said = await world.read(body)
             assert status == 400
             assert _error(said)["message"]
@@ -295,7 +304,7 @@ def test_a_body_with_a_key_that_is_there_twice_is_refused(
     """The gateway would judge one of the two, and the endpoint may take the other."""
 
     async def run() -> None:
-        async with relayed(api) as world:
+        async with run_gateway(api) as world:
             body = orjson.dumps(ask(note={"text": 'key "model": and "model"', "model": [{}]}))
             status, said = await world.read(spoil(body))
             assert status == 400
@@ -315,7 +324,7 @@ def test_a_request_beyond_the_maximum_is_refused(api: str) -> None:
             yield b"x" * 2**20
 
     async def run() -> None:
-        async with relayed(api) as world:
+        async with run_gateway(api) as world:
             status, said = await world.read(io.BytesIO(b"x" * (MAX_REQUEST_BYTES + 1)))
             assert status == 413
             assert "64 MiB" in _error(said)["message"]
@@ -331,7 +340,7 @@ def test_probes_are_answered(api: str) -> None:
     """Agents look whether somebody is there; a websocket is declined, other paths do not exist."""
 
     async def run() -> None:
-        async with relayed(api) as world:
+        async with run_gateway(api) as world:
             send = world.client.request
             for method, path, status in [
                 ("HEAD", "/", 200),
@@ -356,7 +365,7 @@ def test_bytes_that_are_no_http_harm_nothing(api: str) -> None:
     """The connection ends; the next one is served."""
 
     async def run() -> None:
-        async with relayed(api) as world:
+        async with run_gateway(api) as world:
             path = world.client.connector.path  # type: ignore[union-attr]
             for sent in (os.urandom(2000), b"POST " + b"/" * 20_000 + b" HTTP/1.1\r\n\r\n"):
                 reader, writer = await asyncio.open_unix_connection(path)
@@ -373,7 +382,7 @@ def test_a_port_needs_the_key_of_the_gateway(api: str) -> None:
     """Other programs of the machine reach the port; a socket needs none."""
 
     async def run() -> None:
-        async with relayed(api) as world, aiohttp.ClientSession() as client:
+        async with run_gateway(api) as world, aiohttp.ClientSession() as client:
             port, key = await world.gateway.serve_tcp()
             url, data = f"http://127.0.0.1:{port}{PATHS[api]}", orjson.dumps(ask())
             for headers, status in [
@@ -406,7 +415,7 @@ def test_a_reply_of_several_choices_may_cost_several_times_as_much() -> None:
             name="m", api="openai_chat", base_url="http://127.0.0.1:1/v1", key_env=None, **PRICES
         )
         model = open_model(settings, api_key=KEY, on_retry=lambda retry: None, gate=Gate())
-        async with relayed("openai_chat", route=lambda api, name: Route(model)) as world:
+        async with run_gateway("openai_chat", route=lambda api, name: Route(model)) as world:
             for n in (1, 4):
                 body = orjson.dumps(ask(n=n))
                 await world.read(body)
@@ -429,7 +438,7 @@ def test_half_an_emoji_reaches_the_endpoint_as_it_came(api: str, name: str | Non
     content = orjson.dumps(ask("Cut HERE, \u00e9.")).replace(b"HERE", b"\\ud83d")
 
     async def run() -> None:
-        async with relayed(api, play, name=name) as world:
+        async with run_gateway(api, play, name=name) as world:
             assert (await world.read(content))[0] == 200
             (asked,) = world.endpoint.asked
             if name is None:

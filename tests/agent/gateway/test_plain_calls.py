@@ -18,7 +18,7 @@ from agent.messages.message import Event
 from agent.models.model import Price
 from agent.wires.agent_conversations import find_conversations
 from agent.wires.openai_completions import CompletionsWire, EmbeddingsWire
-from tests.agent.gateway.relaying import Play, ask, relayed, stream, whole
+from tests.agent.gateway.relaying import Play, answer_whole, ask, run_gateway, stream
 
 PRICES: dict[str, Any] = {"prices": {"m": Price(1.0, 10.0, 1.0, 1.0)}}
 VECTORS = {
@@ -45,7 +45,7 @@ EMBEDDINGS, COMPLETIONS = "/v1/embeddings", "/v1/completions"
 
 
 def _plays(api: str) -> Play:
-    chat = whole(api)
+    chat = answer_whole(api)
 
     async def play(request: web.BaseRequest, body: bytes, n: int) -> web.StreamResponse:
         if request.path == EMBEDDINGS:
@@ -70,7 +70,7 @@ def test_calls_that_are_no_chats_are_passed_on_paid_and_recorded(api: str) -> No
     ]
 
     async def run() -> None:
-        async with relayed(api, _plays(api), settings=PRICES) as world:
+        async with run_gateway(api, _plays(api), settings=PRICES) as world:
             assert (await world.read(ask("Go.")))[0] == 200
             for path, body, reply in asked:
                 status, said = await world.read(body, path=path)
@@ -82,7 +82,7 @@ def test_calls_that_are_no_chats_are_passed_on_paid_and_recorded(api: str) -> No
         costs = [event["reply"]["cost_usd"] for event in world.exchanges[1:]]
         assert costs == pytest.approx([7e-6, 7e-6, 37e-6, 37e-6])
 
-        async with relayed(api, _plays(api), events=events, settings=PRICES) as world:
+        async with run_gateway(api, _plays(api), events=events, settings=PRICES) as world:
             await world.read(ask("Go."))
             for path, body, reply in asked:
                 status, said = await world.read(body, path=path)
@@ -107,7 +107,7 @@ def test_a_budget_refuses_calls_that_are_no_chats() -> None:
     limits = CallLimits(max_cost_usd=0.000006)
 
     async def run() -> None:
-        async with relayed(
+        async with run_gateway(
             "openai_chat", _plays("openai_chat"), limits=limits, settings=PRICES
         ) as w:
             body = {"model": "m", "input": "a"}
@@ -130,7 +130,7 @@ def test_a_budget_refuses_calls_that_are_no_chats() -> None:
 )
 def test_a_call_without_a_text_is_refused(path: str, body: Any, field: bytes) -> None:
     async def run() -> None:
-        async with relayed("openai_chat", _plays("openai_chat")) as world:
+        async with run_gateway("openai_chat", _plays("openai_chat")) as world:
             status, said = await world.read(body, path=path)
             assert status == 400
             assert field + b": it must be" in said
@@ -139,7 +139,7 @@ def test_a_call_without_a_text_is_refused(path: str, body: Any, field: bytes) ->
     asyncio.run(run())
 
 
-def _packed(content: bytes, coding: str) -> bytes:
+def _compress(content: bytes, coding: str) -> bytes:
     if coding == "gzip":
         return gzip.compress(content)
     if coding == "deflate":
@@ -156,7 +156,7 @@ def test_requests_may_be_packed(coding: str) -> None:
     plain = orjson.dumps(ask("Go."))
 
     async def run() -> None:
-        async with relayed("openai_chat") as world:
+        async with run_gateway("openai_chat") as world:
 
             async def send(packed: bytes) -> int:
                 headers = {"Content-Encoding": coding}
@@ -165,7 +165,7 @@ def test_requests_may_be_packed(coding: str) -> None:
                 ) as response:
                     return response.status
 
-            packed = _packed(plain, coding)
+            packed = _compress(plain, coding)
             assert await send(packed) == 200
             (sent,) = world.endpoint.asked
             assert sent.body == plain
@@ -173,7 +173,7 @@ def test_requests_may_be_packed(coding: str) -> None:
             assert await send(packed[:-9]) == 400
             assert await send(plain) == 400
             if coding in ("zstd", "deflate"):
-                assert await send(_packed(b" " * (MAX_REQUEST_BYTES + 1), coding)) == 413
+                assert await send(_compress(b" " * (MAX_REQUEST_BYTES + 1), coding)) == 413
             assert len(world.endpoint.asked) == 1
 
     asyncio.run(run())
@@ -181,7 +181,7 @@ def test_requests_may_be_packed(coding: str) -> None:
 
 def test_an_unknown_packing_is_refused_by_name() -> None:
     async def run() -> None:
-        async with relayed("openai_chat") as world:
+        async with run_gateway("openai_chat") as world:
             url = "http://gateway/v1/chat/completions"
             packed, headers = zlib.compress(orjson.dumps(ask())), {"Content-Encoding": "lzma"}
             async with world.client.post(url, data=packed, headers=headers) as response:

@@ -26,7 +26,7 @@ def settings(api: str, name: str = "m") -> ModelSettings:
     return ModelSettings(name=name, api=api, base_url="http://x", key_env=None, needs_bound=True)
 
 
-def said(id: str, read: int | None, written: int | None, **body: Any) -> ExchangeEvent:
+def recorded_call(id: str, read: int | None, written: int | None, **body: Any) -> ExchangeEvent:
     """A recorded call with its usage."""
     usage = {"input_tokens": read, "output_tokens": written}
     return cast(ExchangeEvent, {"body": {"id": id, **body}, "reply": {"usage": usage}})
@@ -172,19 +172,19 @@ def test_texts_point_at_nothing(name: str) -> None:
 
 
 def test_a_followed_reply_costs_its_input_and_output() -> None:
-    replies = (said("resp_1", 1000, 200), said("resp_2", 70_000, 5000))
+    replies = (recorded_call("resp_1", 1000, 200), recorded_call("resp_2", 70_000, 5000))
     body = {"input": "Go on.", "previous_response_id": "resp_2"}
     assert most(RESPONSES, body, *replies) == 75_000
     assert count_pointed(
         WIRES[RESPONSES], body, settings(RESPONSES), lambda: replies
     ) == PointedTokens(75_000, 75_000)
-    held = said("resp_3", 10, 20, conversation={"id": "conv_1"})
+    held = recorded_call("resp_3", 10, 20, conversation={"id": "conv_1"})
     for conversation in ("conv_1", {"id": "conv_1"}):
         assert most(RESPONSES, {"input": "Go.", "conversation": conversation}, held) == 30
 
 
 def test_a_named_item_costs_the_output_of_its_reply() -> None:
-    reply = said("resp_1", 1000, 200, output=[{"id": "rs_1"}, {"id": "msg_1"}])
+    reply = recorded_call("resp_1", 1000, 200, output=[{"id": "rs_1"}, {"id": "msg_1"}])
     items = [
         {"type": "reasoning", "id": "rs_1", "summary": []},
         {"type": "item_reference", "id": "msg_1"},
@@ -327,7 +327,7 @@ def test_a_model_that_searches_by_itself_is_refused(name: str) -> None:
 
 def test_a_reply_without_its_tokens_has_no_bound() -> None:
     with pytest.raises(WireError, match="without its number of tokens"):
-        most(RESPONSES, {"previous_response_id": "resp_1"}, said("resp_1", None, 5))
+        most(RESPONSES, {"previous_response_id": "resp_1"}, recorded_call("resp_1", None, 5))
 
 
 def test_other_fields_stay_allowed() -> None:

@@ -20,14 +20,14 @@ from tests.agent.gateway.relaying import (
     PATHS,
     Play,
     Relayed,
+    answer_when_set,
+    answer_whole,
     ask,
     events_of,
-    held,
-    relayed,
     reply_of,
+    run_gateway,
     stream,
     until,
-    whole,
 )
 from tests.agent.gateway.talking import GeminiTalk, Said
 
@@ -55,7 +55,7 @@ def test_a_request_arrives_as_it_was_written(api: str) -> None:
     headers = {"anthropic-beta": "a-1,b-2", "anthropic-version": "2023-06-01", "Cookie": "c=1"}
 
     async def play() -> None:
-        async with relayed(api) as world:
+        async with run_gateway(api) as world:
             status, said = await world.read(body, headers={**headers, "Authorization": "Bearer x"})
             assert (status, orjson.loads(said)) == (200, reply_of(api))
             (request,) = world.endpoint.asked
@@ -91,7 +91,7 @@ def test_a_stream_arrives_as_it_was_sent(api: str) -> None:
 
     async def run() -> None:
         async with (
-            relayed(api, play, is_live=True) as world,
+            run_gateway(api, play, is_live=True) as world,
             world.post(ask(stream=True)) as response,
         ):
             assert response.content_type == "text/event-stream"
@@ -115,7 +115,7 @@ def test_a_reply_ends_only_when_it_is_on_disk(api: str, *, is_stream: bool) -> N
         await on_disk.wait()
 
     async def run() -> None:
-        async with relayed(api, kept=kept) as world:
+        async with run_gateway(api, kept=kept) as world:
             reading = asyncio.create_task(world.read(ask(stream=is_stream)))
             await waits.wait()
             assert [event["kind"] for event in world.events] == ["exchange"]
@@ -137,7 +137,7 @@ def test_a_stream_stops_before_its_last_event_until_it_is_on_disk(api: str) -> N
 
     async def run() -> None:
         async with (
-            relayed(api, kept=on_disk.wait, keepalive_s=0.01, is_live=True) as world,
+            run_gateway(api, kept=on_disk.wait, keepalive_s=0.01, is_live=True) as world,
             world.post(ask(stream=True)) as response,
         ):
             seen = b""
@@ -158,7 +158,7 @@ def test_a_call_whose_agent_is_gone_is_completed_and_its_repetition_joins_it(
     api: str, *, is_stream: bool
 ) -> None:
     """The endpoint is asked once, whether the agent asks again during the call or after it."""
-    play, goes_on = held(api)
+    play, goes_on = answer_when_set(api)
     body = ask(stream=is_stream)
 
     async def leave(world: Relayed) -> None:
@@ -170,7 +170,7 @@ def test_a_call_whose_agent_is_gone_is_completed_and_its_repetition_joins_it(
         await until(lambda: world.readers == 0)
 
     async def run() -> None:
-        async with relayed(api, play) as world:
+        async with run_gateway(api, play) as world:
             await leave(world)
             await leave(world)
             again = asyncio.create_task(world.read(body))
@@ -193,10 +193,10 @@ def test_a_call_whose_agent_is_gone_is_completed_and_its_repetition_joins_it(
 @EACH
 def test_equal_calls_of_living_connections_are_calls_of_their_own(api: str) -> None:
     """Two at the same time, and one after a reply that was read; a stated repetition joins."""
-    play, goes_on = held(api)
+    play, goes_on = answer_when_set(api)
 
     async def run() -> None:
-        async with relayed(api, play) as world:
+        async with run_gateway(api, play) as world:
             both = [asyncio.create_task(world.read()) for _ in range(2)]
             await until(lambda: len(world.endpoint.asked) == 2)
             repeated = world.read(headers={"x-stainless-retry-count": "1"})
@@ -218,11 +218,11 @@ def test_after_a_restart_equal_calls_are_answered_from_the_journal(
     """Each recorded call answers one equal call; the endpoint hears only of what is new."""
 
     async def run() -> None:
-        async with relayed(api) as world:
+        async with run_gateway(api) as world:
             first = [await world.read(ask(stream=is_stream)) for _ in range(2)]
             events = world.events
         restarted = AgentRestartedEvent(kind="agent_restarted", at=1.0)
-        async with relayed(api, events=[*events, restarted]) as world:
+        async with run_gateway(api, events=[*events, restarted]) as world:
             again = [await world.read(ask(stream=is_stream)) for _ in range(3)]
             assert [status for status, _ in again] == [200, 200, 200]
             assert len(world.endpoint.asked) == 1
@@ -242,7 +242,7 @@ def test_passing_failures_before_the_first_byte_are_waited_out(
     api: str, status: int, *, is_stream: bool
 ) -> None:
     """The agent sees one good reply; the journal has one call."""
-    answer = whole(api)
+    answer = answer_whole(api)
 
     async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
         if n == 1:
@@ -250,7 +250,7 @@ def test_passing_failures_before_the_first_byte_are_waited_out(
         return await answer(request, content, n)
 
     async def run() -> None:
-        async with relayed(api, play) as world:
+        async with run_gateway(api, play) as world:
             assert (await world.read(ask(stream=is_stream)))[0] == 200
             assert len(world.endpoint.asked) == 2
             assert len(world.exchanges) == 1
@@ -258,9 +258,9 @@ def test_passing_failures_before_the_first_byte_are_waited_out(
     asyncio.run(run())
 
 
-def cut(api: str, how: str) -> Play:
+def cut_first_stream(api: str, how: str) -> Play:
     """Ends the first stream in its middle; further ones are whole."""
-    answer = whole(api)
+    answer = answer_whole(api)
 
     async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
         if n > 1:
@@ -288,7 +288,7 @@ def test_a_stream_that_is_cut_is_asked_for_again_before_the_agent_sees_any_of_it
     monkeypatch.setattr(retrying._Patience, "pause_s", lambda *given: 0.0)
 
     async def run() -> None:
-        async with relayed(api, cut(api, how)) as world:
+        async with run_gateway(api, cut_first_stream(api, how)) as world:
             said = b"".join(events_of(api, reply_of(api)))
             assert await world.read(ask(stream=True)) == (200, said)
             assert len(world.endpoint.asked) == 2
@@ -321,7 +321,7 @@ def test_a_stream_in_a_looser_form_is_mended_for_the_agent(
         return await stream(request, [body])
 
     async def run() -> None:
-        async with relayed(api, play, is_live=is_live) as world:
+        async with run_gateway(api, play, is_live=is_live) as world:
             status, said = await world.read(ask(stream=True))
             assert status == 200
             assert len(world.endpoint.asked) == 1
@@ -343,7 +343,7 @@ def test_a_stream_in_a_looser_form_is_mended_for_the_agent(
 def test_a_stream_that_is_cut_after_its_first_byte_is_not_made_again(api: str) -> None:
     """The agent gets an error inside the stream; when it asks again, that is another call."""
     events = events_of(api, reply_of(api))
-    answer = whole(api)
+    answer = answer_whole(api)
     is_read = asyncio.Event()
 
     async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
@@ -357,7 +357,7 @@ def test_a_stream_that_is_cut_after_its_first_byte_is_not_made_again(api: str) -
         return response
 
     async def run() -> None:
-        async with relayed(api, play, is_live=True) as world:
+        async with run_gateway(api, play, is_live=True) as world:
             reading = asyncio.create_task(world.read(ask(stream=True)))
             await until(lambda: world.readers == 1)
             is_read.set()
@@ -384,7 +384,7 @@ def test_a_stream_that_ends_early_in_good_order_is_not_made_again_either(api: st
         return await stream(request, events[:1])
 
     async def run() -> None:
-        async with relayed(api, play, is_live=True) as world:
+        async with run_gateway(api, play, is_live=True) as world:
             status, said = await world.read(ask(stream=True))
             assert (status, said.count(events[0])) == (200, 1)
             assert PASSING[api] in said
@@ -405,7 +405,7 @@ def test_what_ends_the_attempt_stops_the_agent_and_is_raised(
         return web.json_response({}, status=status, headers={"retry-after-ms": "1"})
 
     async def run() -> None:
-        async with relayed(api, play) as world:
+        async with run_gateway(api, play) as world:
             for _ in range(2):
                 code, said = await world.read()
                 assert code == 400
@@ -428,14 +428,14 @@ def test_what_the_endpoint_refuses_the_agent_reads_itself(api: str) -> None:
         return web.json_response(error, status=413)
 
     async def run() -> None:
-        async with relayed(api, play) as world:
+        async with run_gateway(api, play) as world:
             for is_stream in (False, True):
                 status, said = await world.read(ask(stream=is_stream))
                 assert (status, orjson.loads(said)) == (413, error)
             assert world.gateway.relay.last_error is not None
             assert world.gateway.relay.last_error.kind == "context_exceeded"
             assert not world.gateway.relay.ended.is_set()
-            world.endpoint.play = whole(api)
+            world.endpoint.play = answer_whole(api)
             assert (await world.read())[0] == 200
             assert world.gateway.relay.last_error is None
 
@@ -446,7 +446,7 @@ def test_what_the_endpoint_refuses_the_agent_reads_itself(api: str) -> None:
 @EACH
 def test_a_reply_that_was_paid_for_and_cannot_be_read_is_on_record(api: str) -> None:
     """It is asked for again, and its price counts."""
-    answer = whole(api)
+    answer = answer_whole(api)
 
     async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
         if n > 1:
@@ -455,7 +455,7 @@ def test_a_reply_that_was_paid_for_and_cannot_be_read_is_on_record(api: str) -> 
         return web.json_response(broken)
 
     async def run() -> None:
-        async with relayed(api, play) as world:
+        async with run_gateway(api, play) as world:
             assert (await world.read())[0] == 200
             assert [event["kind"] for event in world.events] == ["reply", "exchange"]
             assert world.events[0].get("discarded") == "unreadable"
@@ -471,7 +471,7 @@ def test_a_stream_is_answered_as_one_by_an_endpoint_without_streams() -> None:
         return web.json_response(reply_of(api))
 
     async def run() -> None:
-        async with relayed(api, play) as world:
+        async with run_gateway(api, play) as world:
             _, said = await world.read(ask(stream=True))
             assert said.startswith(b"data: ")
             assert said.endswith(b"data: [DONE]\n\n")
@@ -490,7 +490,7 @@ def test_a_reader_that_never_reads_holds_up_nothing() -> None:
         return await stream(request, events)
 
     async def run() -> None:
-        async with relayed(api, play) as world, world.post(ask(stream=True)) as response:
+        async with run_gateway(api, play) as world, world.post(ask(stream=True)) as response:
             assert response.status == 200
             await until(lambda: len(world.exchanges) == 1)
 
@@ -517,7 +517,7 @@ def test_gemini_names_model_and_stream_in_the_path() -> None:
             await response.write_eof()
             return response
 
-        async with relayed("gemini", play, name="m", is_live=True) as world:
+        async with run_gateway("gemini", play, name="m", is_live=True) as world:
             async with world.post(talk.body(), path) as response:
                 assert response.content_type == "text/event-stream"
                 assert await response.content.readexactly(len(first)) == first
@@ -554,7 +554,7 @@ def test_a_stream_that_the_endpoint_leaves_open_ends_for_the_agent(
         return response
 
     async def run() -> None:
-        async with relayed(api, play, is_live=is_live) as world:
+        async with run_gateway(api, play, is_live=is_live) as world:
             _, said = await world.read(ask(stream=True))
             goes_on.set()
             assert said.startswith(b"".join(events))
@@ -574,7 +574,7 @@ def test_an_agent_that_asks_for_no_stream_gets_none(api: str, is_live: bool) -> 
         return await stream(request, events_of(api, reply_of(api)))
 
     async def run() -> None:
-        async with relayed(api, play, is_live=is_live) as world:
+        async with run_gateway(api, play, is_live=is_live) as world:
             status, said = await world.read(ask())
             assert status == 200
             assert len(world.endpoint.asked) == 1
@@ -601,7 +601,7 @@ def test_a_reply_with_an_unknown_ending_is_passed_on_and_recorded(api: str) -> N
         return web.Response(body=orjson.dumps(reply), content_type="application/json")
 
     async def run() -> None:
-        async with relayed(api, play) as world:
+        async with run_gateway(api, play) as world:
             assert (await world.read(ask()))[0] == 200
             assert len(world.endpoint.asked) == 1
             assert "weary" in str(world.exchanges[0]["reply"]["extra"])
@@ -626,7 +626,7 @@ def conversations_of(world: Relayed) -> list[str]:
 @EACH
 def test_each_thread_of_an_agent_has_one_id_over_turns_and_starts(api: str) -> None:
     async def play() -> None:
-        async with relayed(api, conversation=SESSION) as world:
+        async with run_gateway(api, conversation=SESSION) as world:
             await world.read(ask("Go."))
             said = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "Done."}]
             said.append({"role": "user", "content": "On."})
@@ -639,10 +639,10 @@ def test_each_thread_of_an_agent_has_one_id_over_turns_and_starts(api: str) -> N
         assert all(8 <= len(id) <= 64 and id.isalnum() for id in ids)
         restarted = AgentRestartedEvent(kind="agent_restarted", at=1.0)
         said += [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "More."}]
-        async with relayed(api, events=[*events, restarted], conversation=SESSION) as world:
+        async with run_gateway(api, events=[*events, restarted], conversation=SESSION) as world:
             await world.read(ask(messages=said, input=said))
             assert conversations_of(world) == ids[:1], "the same after a restart"
-        async with relayed(api, conversation=SESSION[::-1]) as world:
+        async with run_gateway(api, conversation=SESSION[::-1]) as world:
             await world.read(ask("Go."))
             assert conversations_of(world) != ids[:1], "another sample"
 
@@ -653,7 +653,7 @@ def test_each_thread_of_an_agent_has_one_id_over_turns_and_starts(api: str) -> N
 @pytest.mark.parametrize("name", ["X-Session-Affinity", "session_id", "x-claude-code-session-id"])
 def test_an_id_that_an_agent_sends_itself_is_kept(api: str, name: str) -> None:
     async def play() -> None:
-        async with relayed(api, conversation=SESSION) as world:
+        async with run_gateway(api, conversation=SESSION) as world:
             await world.read(ask(), headers={name: "my-own-session"})
             (asked,) = world.endpoint.asked
             assert {key.lower(): value for key, value in asked.headers.items()}[name.lower()] == (
@@ -669,7 +669,7 @@ def test_a_cache_key_is_added_where_the_api_takes_one_and_the_agent_gives_none(a
     settings = {"cache_key_apis": ("openai_chat", "openai_responses")}
 
     async def play() -> None:
-        async with relayed(api, conversation=SESSION, settings=settings) as world:
+        async with run_gateway(api, conversation=SESSION, settings=settings) as world:
             await world.read(ask())
             await world.read(ask("Other.", prompt_cache_key="its own"))
             keys = [orjson.loads(one.body).get("prompt_cache_key") for one in world.endpoint.asked]

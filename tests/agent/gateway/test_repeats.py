@@ -28,17 +28,17 @@ Change = Callable[[str], str]
 """What an agent makes of a reply, as JSON, before it repeats it."""
 
 
-def without_cd(reply: str) -> str:
+def drop_cd(reply: str) -> str:
     """Like Claude Code, which cuts the change to the directory that it is in."""
     return reply.replace("cd /workspace && ", "")
 
 
-def renamed(reply: str) -> str:
+def rename_call(reply: str) -> str:
     """Like opencode, which shows a call that it could not make as one of another tool."""
     return reply.replace('"bash"', '"invalid"')
 
 
-def without_text(reply: str) -> str:
+def drop_text(reply: str) -> str:
     """Only the calls are kept."""
     return reply.replace('"Now."', '""')
 
@@ -81,7 +81,7 @@ def check(recording: Recording, *commands: str) -> None:
 
 
 @EACH
-@pytest.mark.parametrize("change", [without_cd, without_text])
+@pytest.mark.parametrize("change", [drop_cd, drop_text])
 def test_a_call_that_is_shown_again_in_other_words_is_the_reply(api: str, change: Change) -> None:
     """Gemini's calls have no ids here: they are the only replies at their places."""
     recording, talk = Recording(PROMPT), TALKS[api]()
@@ -94,7 +94,7 @@ def test_a_call_that_is_shown_again_in_other_words_is_the_reply(api: str, change
 def test_a_call_that_is_shown_again_as_one_of_another_tool_is_the_reply(api: str) -> None:
     recording, talk = Recording(PROMPT), TALKS[api]()
     talk.say(PROMPT)
-    work(recording, talk, renamed, "ls", "wc")
+    work(recording, talk, rename_call, "ls", "wc")
     check(recording, "ls", "wc")
 
 
@@ -148,7 +148,7 @@ def test_replies_are_found_at_their_places_whatever_the_order_of_calls(kind: typ
         while any(left):
             n = draw.choice([n for n, more in enumerate(left) if more])
             ids[n].append(f"cd /workspace && step {draw.randrange(2)}")
-            turn(recording, talks[n], Said("Now.", ids[n][-1]), without_cd)
+            turn(recording, talks[n], Said("Now.", ids[n][-1]), drop_cd)
             talks[n].result(f"ran {left[n]}")
             left[n] -= 1
             if n == 3 and kind is not TALKS["gemini"]:
@@ -180,7 +180,7 @@ def test_an_agent_that_keeps_one_of_several_calls_has_the_whole_reply_in_its_row
 
     recording, talk = Recording(PROMPT), Two()
     talk.say(PROMPT)
-    work(recording, talk, without_cd, "ls", "wc", "cat")
+    work(recording, talk, drop_cd, "ls", "wc", "cat")
     record = recording.trajectory.to_record()
     assert len(commands_of(record)) == 6
     made = [call["id"] for m in record["messages"] for call in m.get("tool_calls", ())]
@@ -193,7 +193,7 @@ def test_an_agent_that_keeps_one_of_several_calls_has_the_whole_reply_in_its_row
 def test_a_restarted_agent_continues_with_the_replies_of_the_wire() -> None:
     class Cutting(MessagesTalk):
         def hear(self, reply: JSON) -> None:
-            super().hear(json.loads(without_cd(json.dumps(reply))))
+            super().hear(json.loads(drop_cd(json.dumps(reply))))
 
     first, talk = Recording(PROMPT), Cutting()
     talk.say(PROMPT)

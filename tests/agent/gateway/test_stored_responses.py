@@ -16,18 +16,18 @@ from tests.agent.gateway.relaying import (
     Asked,
     Play,
     Relayed,
+    answer_when_set,
+    answer_whole,
     ask,
-    held,
-    relayed,
     reply_of,
+    run_gateway,
     until,
-    whole,
 )
 
 API = "openai_responses"
 
 
-def in_background(**more: Any) -> dict[str, Any]:
+def background_request(**more: Any) -> dict[str, Any]:
     return ask(background=True, store=True, **more)
 
 
@@ -42,7 +42,7 @@ async def request(world: Relayed, method: str, path: str) -> tuple[int, dict[str
         return response.status, orjson.loads(await response.read())
 
 
-async def ended(world: Relayed, id: str) -> dict[str, Any]:
+async def wait_for_end(world: Relayed, id: str) -> dict[str, Any]:
     """Poll as agents do."""
     async with asyncio.timeout(60):
         while True:
@@ -53,23 +53,23 @@ async def ended(world: Relayed, id: str) -> dict[str, Any]:
             await asyncio.sleep(0.01)
 
 
-def sent(asked: Asked) -> dict[str, Any]:
+def read_body(asked: Asked) -> dict[str, Any]:
     return dict(orjson.loads(asked.body))
 
 
 def test_an_agent_polls_a_response_that_it_has_made_in_the_background() -> None:
     async def scenario() -> None:
-        play, goes_on = held(API)
-        async with relayed(API, play) as world:
-            begun = await post(world, in_background())
+        play, goes_on = answer_when_set(API)
+        async with run_gateway(API, play) as world:
+            begun = await post(world, background_request())
             assert (begun["status"], begun["background"], begun["output"]) == ("queued", True, [])
             assert (await request(world, "GET", begun["id"]))[1]["status"] == "queued"
             goes_on.set()
-            assert await ended(world, begun["id"]) == reply_of(API)
+            assert await wait_for_end(world, begun["id"]) == reply_of(API)
             # By the endpoint's own id, too.
             assert (await request(world, "GET", reply_of(API)["id"]))[1] == reply_of(API)
             # For the endpoint it was a call like any other.
-            assert sent(world.endpoint.asked[0]) == ask(store=True)
+            assert read_body(world.endpoint.asked[0]) == ask(store=True)
             assert len(world.exchanges) == len(world.endpoint.asked) == 1
 
     asyncio.run(scenario())
@@ -78,12 +78,12 @@ def test_an_agent_polls_a_response_that_it_has_made_in_the_background() -> None:
 @pytest.mark.parametrize("by_first_id", [True, False])
 def test_it_is_continued_by_either_id(by_first_id: bool) -> None:
     async def scenario() -> None:
-        async with relayed(API) as world:
-            begun = await post(world, in_background())
-            made = await ended(world, begun["id"])
+        async with run_gateway(API) as world:
+            begun = await post(world, background_request())
+            made = await wait_for_end(world, begun["id"])
             id = begun["id"] if by_first_id else made["id"]
             await post(world, ask("And then?", previous_response_id=id))
-            assert sent(world.endpoint.asked[1])["previous_response_id"] == made["id"]
+            assert read_body(world.endpoint.asked[1])["previous_response_id"] == made["id"]
             assert world.exchanges[1]["thread"] == world.exchanges[0]["thread"]
 
     asyncio.run(scenario())
@@ -91,13 +91,13 @@ def test_it_is_continued_by_either_id(by_first_id: bool) -> None:
 
 def test_equal_calls_at_the_same_time_are_calls_of_their_own() -> None:
     async def scenario() -> None:
-        play, goes_on = held(API)
-        async with relayed(API, play) as world:
-            ids = {(await post(world, in_background()))["id"] for _ in range(3)}
+        play, goes_on = answer_when_set(API)
+        async with run_gateway(API, play) as world:
+            ids = {(await post(world, background_request()))["id"] for _ in range(3)}
             await until(lambda: len(world.endpoint.asked) == 3)
             goes_on.set()
             for id in ids:
-                await ended(world, id)
+                await wait_for_end(world, id)
             assert len(world.exchanges) == 3
 
     asyncio.run(scenario())
@@ -107,16 +107,16 @@ def test_a_call_that_is_asked_for_again_is_made_once() -> None:
     """A client whose connection broke says that it asks again."""
 
     async def scenario() -> None:
-        play, goes_on = held(API)
-        async with relayed(API, play) as world:
-            first = await post(world, in_background())
+        play, goes_on = answer_when_set(API)
+        async with run_gateway(API, play) as world:
+            first = await post(world, background_request())
             await until(lambda: len(world.endpoint.asked) == 1)
             again = {"x-stainless-retry-count": "1"}
-            status, raw = await world.read(in_background(), headers=again)
+            status, raw = await world.read(background_request(), headers=again)
             goes_on.set()
             assert (status, orjson.loads(raw)["status"]) == (200, "queued")
             for id in (first["id"], orjson.loads(raw)["id"]):
-                assert await ended(world, id) == reply_of(API)
+                assert await wait_for_end(world, id) == reply_of(API)
             assert len(world.exchanges) == len(world.endpoint.asked) == 1
 
     asyncio.run(scenario())
@@ -124,14 +124,14 @@ def test_a_call_that_is_asked_for_again_is_made_once() -> None:
 
 def test_after_a_crash_the_reply_is_there_at_once_and_not_paid_again() -> None:
     async def scenario() -> None:
-        async with relayed(API) as world:
-            begun = await post(world, in_background())
-            await ended(world, begun["id"])
-        async with relayed(API, events=world.events) as later:
+        async with run_gateway(API) as world:
+            begun = await post(world, background_request())
+            await wait_for_end(world, begun["id"])
+        async with run_gateway(API, events=world.events) as later:
             status, body = await request(later, "GET", begun["id"])
             assert (status, "send its request again" in str(body)) == (404, True)
             assert (await request(later, "GET", reply_of(API)["id"]))[1] == reply_of(API)
-            again = await post(later, in_background())
+            again = await post(later, background_request())
             assert again == reply_of(API)
             assert not later.endpoint.asked
 
@@ -144,13 +144,13 @@ def test_a_failure_and_a_limit_are_said() -> None:
         return web.json_response(error, status=400)
 
     async def scenario() -> None:
-        async with relayed(API, refuse) as world:
-            failed = await ended(world, (await post(world, in_background()))["id"])
+        async with run_gateway(API, refuse) as world:
+            failed = await wait_for_end(world, (await post(world, background_request()))["id"])
             assert failed["status"] == "failed"
             assert "no such tool" in failed["error"]["message"]
-        async with relayed(API, limits=CallLimits(max_calls=1)) as world:
-            await ended(world, (await post(world, in_background()))["id"])
-            status, raw = await world.read(in_background(input="Again."))
+        async with run_gateway(API, limits=CallLimits(max_calls=1)) as world:
+            await wait_for_end(world, (await post(world, background_request()))["id"])
+            status, raw = await world.read(background_request(input="Again."))
             assert (status, b"max_turns" in raw) == (400, True)
 
     asyncio.run(scenario())
@@ -158,14 +158,14 @@ def test_a_failure_and_a_limit_are_said() -> None:
 
 def test_what_is_cancelled_is_still_recorded() -> None:
     async def scenario() -> None:
-        play, goes_on = held(API)
-        async with relayed(API, play) as world:
-            id = (await post(world, in_background()))["id"]
+        play, goes_on = answer_when_set(API)
+        async with run_gateway(API, play) as world:
+            id = (await post(world, background_request()))["id"]
             async with world.post({}, path=f"/v1/responses/{id}/cancel") as response:
                 assert orjson.loads(await response.read())["status"] == "cancelled"
             goes_on.set()
             await until(lambda: len(world.exchanges) == 1)
-            assert (await ended(world, id))["status"] == "cancelled"
+            assert (await wait_for_end(world, id))["status"] == "cancelled"
             status, body = await request(world, "DELETE", id)
             assert (status, body["deleted"]) == (200, True)
 
@@ -182,7 +182,7 @@ def test_what_is_cancelled_is_still_recorded() -> None:
 )
 def test_what_cannot_be_had_is_refused(method: str, path: str, status: int) -> None:
     async def scenario() -> None:
-        async with relayed(API) as world:
+        async with run_gateway(API) as world:
             assert (await request(world, method, path))[0] == status
 
     asyncio.run(scenario())
@@ -190,10 +190,10 @@ def test_what_cannot_be_had_is_refused(method: str, path: str, status: int) -> N
 
 def test_a_stream_in_the_background_is_a_stream() -> None:
     async def scenario() -> None:
-        async with relayed(API) as world:
-            status, raw = await world.read(in_background(stream=True))
+        async with run_gateway(API) as world:
+            status, raw = await world.read(background_request(stream=True))
             assert (status, b"response.completed" in raw) == (200, True)
-            assert "background" not in sent(world.endpoint.asked[0])
+            assert "background" not in read_body(world.endpoint.asked[0])
 
     asyncio.run(scenario())
 
@@ -216,13 +216,13 @@ def test_the_providers_own_client_polls_to_the_end() -> None:
         return first, response.output_text, following.status
 
     async def scenario() -> None:
-        play: Play = whole(API)
+        play: Play = answer_whole(API)
 
         async def slowly(request: web.BaseRequest, body: bytes, n: int) -> web.StreamResponse:
             await asyncio.sleep(0.2)
             return await play(request, body, n)
 
-        async with relayed(API, slowly) as world:
+        async with run_gateway(API, slowly) as world:
             port, key = await world.gateway.serve_tcp()
             seen = await asyncio.to_thread(polled, port, key)
             assert seen == ("queued", "Done.", "completed")

@@ -32,7 +32,7 @@ def key_of(talk: Talk, volatile: Volatile = NOTHING_VOLATILE) -> str:
     return WIRES[api_of(talk)].read(path_for(talk), talk.body(), volatile).key
 
 
-def assembled(wire: Wire, events: list[bytes]) -> JSON:
+def assemble(wire: Wire, events: list[bytes]) -> JSON:
     """The body that a stream's events make up, parsed as clients parse them."""
     assembly = get_dialect(wire.api).assembly(ignore_event)
     for event in events:
@@ -45,7 +45,7 @@ def assembled(wire: Wire, events: list[bytes]) -> JSON:
     return body
 
 
-def bare(body: JSON) -> JSON:
+def drop_nulls(body: JSON) -> JSON:
     """A body without nulls, and what a stream does not bring."""
     return {
         key: value
@@ -60,8 +60,8 @@ def bare(body: JSON) -> JSON:
 def test_a_reply_is_the_same_streamed_and_in_one_piece(api: str, said: Said) -> None:
     """Answers from the journal may be asked for in the other way than the recorded call was."""
     wire, reply = WIRES[api], TALKS[api]().reply(said)
-    once = assembled(wire, wire.write_stream(reply))
-    assert assembled(wire, wire.write_stream(once)) == once
+    once = assemble(wire, wire.write_stream(reply))
+    assert assemble(wire, wire.write_stream(once)) == once
     assert read_reply(api, exact_json.dumps(once)) == read_reply(api, exact_json.dumps(reply))
     assert read_reply(api, wire.write_whole(once)) == read_reply(api, wire.write_whole(reply))
 
@@ -79,7 +79,7 @@ def test_text_and_reasoning_are_streamed_again_in_the_order_in_which_they_came(
     in_one = order[0] != "content"  # clients read the reasoning of a part before its text
     assert len(events) == (2 if in_one else 3)
     assert [key for key in keys if key in order] == [*order]
-    assert [*assembled(wire, wire.write_stream(reply))["choices"][0]["message"]] == [*said]
+    assert [*assemble(wire, wire.write_stream(reply))["choices"][0]["message"]] == [*said]
 
 
 @EACH
@@ -92,7 +92,7 @@ def test_only_the_end_of_a_stream_waits(api: str, said: Said) -> None:
     data = [event.decode().partition("data: ")[2].strip() for event in events]
     ends = [wire.ends_reply(one) for one in data]
     assert ends.index(True) >= 1
-    body = assembled(wire, events[: ends.index(True)])
+    body = assemble(wire, events[: ends.index(True)])
     with pytest.raises(Exception, match=r"finish_?[rR]eason|stop_reason|status"):
         read_reply(api, exact_json.dumps(body))
 
@@ -449,7 +449,7 @@ def test_tools_with_free_text_are_tools_with_one_argument() -> None:
     completion = read_reply(wire.api, exact_json.dumps(reply))
     assert completion.message["tool_calls"] == made["tool_calls"]
     assert completion.finish_reason == "tool_calls"
-    assert assembled(wire, wire.write_stream(reply)) == reply
+    assert assemble(wire, wire.write_stream(reply)) == reply
 
 
 @pytest.mark.parametrize("schema", [True, [], "object", 1])

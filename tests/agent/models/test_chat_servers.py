@@ -15,12 +15,12 @@ from agent.models.model import Completion, ModelSettings, Request, StreamEvent
 JSON = dict[str, Any]
 
 
-def whole(message: JSON, finish: str = "stop") -> Completion:
+def read_whole(message: JSON, finish: str = "stop") -> Completion:
     choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish}
     return openai_chat.read_reply(json.dumps({"choices": [choice]}).encode())
 
 
-def streamed(*deltas: JSON, finish: str = "stop") -> tuple[Completion, list[StreamEvent]]:
+def read_stream(*deltas: JSON, finish: str = "stop") -> tuple[Completion, list[StreamEvent]]:
     events: list[StreamEvent] = []
     assembly = ChatAssembly(events.append)
     for delta in deltas:
@@ -73,8 +73,8 @@ def test_thoughts_in_the_content_are_reasoning_and_go_back(
 ) -> None:
     """Mistral's models that reason answer so."""
     calls = {"tool_calls": [call("{}")]} if "tool_calls" in deltas[-1] else {}
-    reply = whole({"content": given, **calls})
-    told, events = streamed(*deltas)
+    reply = read_whole({"content": given, **calls})
+    told, events = read_stream(*deltas)
     assert told == reply
     message = reply.message
     thoughts = [part["thinking"][0]["text"] for part in given if "thinking" in part]
@@ -101,15 +101,15 @@ def test_thoughts_in_the_content_are_reasoning_and_go_back(
 def test_a_reply_that_goes_on_keeps_its_first_thoughts(
     field: str, earlier: Any, later: Any, both: Any
 ) -> None:
-    cut = whole({"content": "One, ", field: earlier}).message
-    rest = whole({"content": "two.", field: later}).message
+    cut = read_whole({"content": "One, ", field: earlier}).message
+    rest = read_whole({"content": "two.", field: later}).message
     (joined,) = to_api_messages([cut, rest])
     assert joined["content"] == "One, two."
     assert joined[field] == both
 
 
 def test_a_text_that_follows_thoughts_and_texts_joins_them() -> None:
-    first = whole({"content": MISTRAL}).message
+    first = read_whole({"content": MISTRAL}).message
     then = Message(role="assistant", content="And four.")
     (joined,) = to_api_messages([first, then])
     assert joined["content"] == [*MISTRAL, text("And four.")]
@@ -118,25 +118,27 @@ def test_a_text_that_follows_thoughts_and_texts_joins_them() -> None:
 @pytest.mark.parametrize(("finish", "means"), [("eos", "stop"), ("model_length", "length")])
 def test_ends_by_other_names(finish: str, means: str) -> None:
     """Together and Mistral document these; a reply that is refused would be paid eight times."""
-    assert whole({"content": "x"}, finish).finish_reason == means
-    assert streamed({"content": "x"}, finish=finish)[0].finish_reason == means
+    assert read_whole({"content": "x"}, finish).finish_reason == means
+    assert read_stream({"content": "x"}, finish=finish)[0].finish_reason == means
 
 
 @pytest.mark.parametrize("arguments", ["", None, " \n"])
 def test_a_call_without_arguments_has_none(arguments: str | None) -> None:
     """Servers that write nothing there refuse it in a history; a row with it would be no JSON."""
     for reply in (
-        whole({"content": None, "tool_calls": [call(arguments)]}),
-        streamed({"tool_calls": [{"index": 0, **call(arguments)}]})[0],
+        read_whole({"content": None, "tool_calls": [call(arguments)]}),
+        read_stream({"tool_calls": [{"index": 0, **call(arguments)}]})[0],
     ):
         (sent,) = to_api(reply.message)["tool_calls"]
         assert sent["function"]["arguments"] == "{}"
 
 
-def sent(arguments: str, *, is_error: bool, base_url: str = "http://127.0.0.1:8000/v1") -> str:
+def sent_arguments(
+    arguments: str, *, is_error: bool, base_url: str = "http://127.0.0.1:8000/v1"
+) -> str:
     """The arguments of a call as a request's history has them."""
     settings = ModelSettings(name="m", api="openai_chat", base_url=base_url, key_env=None)
-    made = whole({"content": None, "tool_calls": [call(arguments)]}, "tool_calls").message
+    made = read_whole({"content": None, "tool_calls": [call(arguments)]}, "tool_calls").message
     result = Message(role="tool", tool_call_id="c1", name="f", content="E", is_error=is_error)
     history = [Message(role="user", content="Go."), made, result]
     body = openai_chat.request_body(settings, Request(history, []))
@@ -149,11 +151,13 @@ def sent(arguments: str, *, is_error: bool, base_url: str = "http://127.0.0.1:80
 @pytest.mark.parametrize("arguments", ['{"path": "a', "{'path': 'a'}", '["a"]', "3", '{"a": NaN}'])
 def test_arguments_that_are_no_object_go_back_inside_one(arguments: str) -> None:
     """vLLM and SGLang parse those of a history: the conversation's next call was refused."""
-    given = sent(arguments, is_error=True)
+    given = sent_arguments(arguments, is_error=True)
     assert json.loads(given) == {"raw_arguments": arguments}
-    assert sent(arguments, is_error=True, base_url="https://api.openai.com/v1") == arguments
+    assert (
+        sent_arguments(arguments, is_error=True, base_url="https://api.openai.com/v1") == arguments
+    )
 
 
 @pytest.mark.parametrize("is_error", [False, True])
 def test_arguments_that_are_an_object_go_back_as_they_came(is_error: bool) -> None:
-    assert sent('{ "a":1}', is_error=is_error) == '{ "a":1}'
+    assert sent_arguments('{ "a":1}', is_error=is_error) == '{ "a":1}'

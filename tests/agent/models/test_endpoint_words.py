@@ -21,14 +21,14 @@ from agent.models.errors import RULES, ModelError
 JSON = dict[str, Any]
 
 
-def nested(message: str, **more: Any) -> JSON:
+def nested_error(message: str, **more: Any) -> JSON:
     """An error as OpenAI's API has it."""
     return {"error": {"message": message, **more}}
 
 
 def raw(message: str, **more: Any) -> JSON:
     """An error as OpenRouter has it: the provider's own is a text inside of it."""
-    inner = json.dumps(nested(message, **more))
+    inner = json.dumps(nested_error(message, **more))
     metadata = {"raw": inner, "provider_name": "Acme"}
     return {"error": {"message": "Provider returned error", "code": 400, "metadata": metadata}}
 
@@ -112,14 +112,14 @@ REFUSALS: list[tuple[int, Any, str]] = [
     (400, {"message": "Input is too long for requested model."}, "context_exceeded"),
     (
         400,
-        nested("Your request exceeded model token limit: 8192 (requested: 9000)"),
+        nested_error("Your request exceeded model token limit: 8192 (requested: 9000)"),
         "context_exceeded",
     ),
-    (400, nested("Prompt exceeds max length", code="1261"), "context_exceeded"),
+    (400, nested_error("Prompt exceeds max length", code="1261"), "context_exceeded"),
     (
         400,
         [
-            nested(
+            nested_error(
                 "The input token count (9000) exceeds the maximum number of tokens allowed (8192).",
                 code=400,
             )
@@ -151,16 +151,16 @@ REFUSALS: list[tuple[int, Any, str]] = [
         },
         "context_exceeded",
     ),
-    (500, nested("context size has been exceeded"), "context_exceeded"),
+    (500, nested_error("context size has been exceeded"), "context_exceeded"),
     (
         400,
-        nested("trying to keep the first 9000 tokens when context the overflows"),
+        nested_error("trying to keep the first 9000 tokens when context the overflows"),
         "context_exceeded",
     ),
-    (400, nested("x", type="exceed_context_size_error"), "context_exceeded"),
+    (400, nested_error("x", type="exceed_context_size_error"), "context_exceeded"),
     (
         413,
-        nested(
+        nested_error(
             "Request too large for model `m`: TPM: Limit 6000, Requested 7000",
             code="rate_limit_exceeded",
         ),
@@ -169,17 +169,21 @@ REFUSALS: list[tuple[int, Any, str]] = [
     (400, raw("This endpoint's maximum context length is 8192 tokens."), "context_exceeded"),
     (
         400,
-        nested(
+        nested_error(
             "litellm.ContextWindowExceededError: x - {'error': {'code': 'context_length_exceeded'}}"
         ),
         "context_exceeded",
     ),
     (
         400,
-        nested("the number of input tokens 9000 cannot exceed the total tokens limit 8192"),
+        nested_error("the number of input tokens 9000 cannot exceed the total tokens limit 8192"),
         "context_exceeded",
     ),
-    (500, nested("Prompt length (9000) exceeds maximum input length (8192)"), "context_exceeded"),
+    (
+        500,
+        nested_error("Prompt length (9000) exceeds maximum input length (8192)"),
+        "context_exceeded",
+    ),
     (
         400,
         {"detail": "Input length 9000 exceeds maximum allowed token size 8192"},
@@ -200,17 +204,19 @@ REFUSALS: list[tuple[int, Any, str]] = [
     ),
     (
         400,
-        nested("max_tokens must be at least 1, got -200.", type="BadRequestError"),
+        nested_error("max_tokens must be at least 1, got -200.", type="BadRequestError"),
         "context_exceeded",
     ),
     # The account is empty.
-    (429, nested("You have reached your monthly usage limit"), "no_credit"),
+    (429, nested_error("You have reached your monthly usage limit"), "no_credit"),
     (
         429,
-        nested("ExceededTokenBudget: Current spend: 12.5; Max Budget: 10.0", type="auth_error"),
+        nested_error(
+            "ExceededTokenBudget: Current spend: 12.5; Max Budget: 10.0", type="auth_error"
+        ),
         "no_credit",
     ),
-    (403, nested("Your account has run out of funds"), "no_credit"),
+    (403, nested_error("Your account has run out of funds"), "no_credit"),
     (
         400,
         {
@@ -224,12 +230,12 @@ REFUSALS: list[tuple[int, Any, str]] = [
     ),
     (
         429,
-        nested("Insufficient balance or no resource package. Please recharge.", code="1113"),
+        nested_error("Insufficient balance or no resource package. Please recharge.", code="1113"),
         "no_credit",
     ),
     (
         429,
-        nested(
+        nested_error(
             "Your account org-1 is suspended due to insufficient balance",
             type="exceeded_current_quota_error",
         ),
@@ -250,14 +256,14 @@ REFUSALS: list[tuple[int, Any, str]] = [
     ),
     (
         400,
-        nested(
+        nested_error(
             "Budget has been exceeded! Current cost: 1.2, Max budget: 1.0",
             type="budget_exceeded",
             code="400",
         ),
         "no_credit",
     ),
-    (403, nested("Key limit exceeded (total limit)", code=403), "no_credit"),
+    (403, nested_error("Key limit exceeded (total limit)", code=403), "no_credit"),
     (403, {"code": 30001, "message": "Sorry, your account balance is insufficient"}, "no_credit"),
     (
         429,
@@ -269,14 +275,16 @@ REFUSALS: list[tuple[int, Any, str]] = [
     ),
     (
         412,
-        nested("Account acme is suspended, possibly due to reaching the monthly spending limit"),
+        nested_error(
+            "Account acme is suspended, possibly due to reaching the monthly spending limit"
+        ),
         "no_credit",
     ),
     (400, raw("Insufficient credits"), "no_credit"),
     # A filter.
     (
         400,
-        nested(
+        nested_error(
             "The response was filtered due to the prompt triggering the content management policy.",
             code="content_filter",
         ),
@@ -295,7 +303,9 @@ REFUSALS: list[tuple[int, Any, str]] = [
     ),
     (
         400,
-        nested("Input data may contain inappropriate content.", code="data_inspection_failed"),
+        nested_error(
+            "Input data may contain inappropriate content.", code="data_inspection_failed"
+        ),
         "filtered",
     ),
     (
@@ -311,24 +321,24 @@ REFUSALS: list[tuple[int, Any, str]] = [
     ),
     (
         403,
-        nested("Your chosen model requires moderation and your input was flagged", code=403),
+        nested_error("Your chosen model requires moderation and your input was flagged", code=403),
         "filtered",
     ),
-    (400, nested("Content Exists Risk", type="invalid_request_error"), "filtered"),
-    (400, nested("x", code="1301"), "filtered"),
+    (400, nested_error("Content Exists Risk", type="invalid_request_error"), "filtered"),
+    (400, nested_error("x", code="1301"), "filtered"),
     (400, raw("Content violates usage guidelines."), "filtered"),
     (400, {"message": "The content of your request was blocked by guardrail"}, "filtered"),
-    (403, nested("Your request was flagged by moderation"), "filtered"),
+    (403, nested_error("Your request was flagged by moderation"), "filtered"),
     # What only looks so.
     (
         429,
-        nested("You exceeded your current quota", code=429, status="RESOURCE_EXHAUSTED"),
+        nested_error("You exceeded your current quota", code=429, status="RESOURCE_EXHAUSTED"),
         "rate_limited",
     ),
-    (429, nested("Rate limit reached", code="rate_limit_exceeded"), "rate_limited"),
-    (400, nested("'temperature' must be at most 2"), "bad_request"),
-    (400, nested("x", code="base_resp:1008x"), "bad_request"),
-    (404, nested("maximum context length"), "not_found"),
+    (429, nested_error("Rate limit reached", code="rate_limit_exceeded"), "rate_limited"),
+    (400, nested_error("'temperature' must be at most 2"), "bad_request"),
+    (400, nested_error("x", code="base_resp:1008x"), "bad_request"),
+    (404, nested_error("maximum context length"), "not_found"),
 ]
 
 
@@ -417,10 +427,10 @@ def test_an_error_that_quotes_the_request_is_not_about_its_words() -> None:
         f"1 validation error for Request: input_value={prompt!r}",
         f"Invalid message: Hi. {prompt}",
     ):
-        body = json.dumps(nested(message)).encode()
+        body = json.dumps(nested_error(message)).encode()
         assert read_refusal(400, {}, body, request).kind == "bad_request"
     # The same conversation meets a real one.
-    full = json.dumps(nested("prompt is too long: 250000 tokens > 200000 maximum")).encode()
+    full = json.dumps(nested_error("prompt is too long: 250000 tokens > 200000 maximum")).encode()
     assert read_refusal(400, {}, full, request).kind == "context_exceeded"
 
 
@@ -469,7 +479,7 @@ def test_a_200_that_nobody_can_read_is_quoted() -> None:
 
 def test_google_says_in_the_body_how_long_to_wait() -> None:
     info = {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "34.5s"}
-    body = json.dumps(nested("x", code=429, details=[info])).encode()
+    body = json.dumps(nested_error("x", code=429, details=[info])).encode()
     assert read_refusal(429, {}, body).retry_after_s == 34.5
     assert read_refusal(429, {"retry-after": "2"}, body).retry_after_s == 2.0
 

@@ -27,7 +27,7 @@ PIECE = KEY[:8]
 CHAT = "openai_chat"
 
 
-def coded(text: str) -> str:
+def encode(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
@@ -37,7 +37,7 @@ FORMS = {
     "in a URL": KEY.replace("/", "%2F").replace("+", "%2B"),
     "spelt out": "".join(f"\\u{ord(letter):04x}" for letter in KEY),
     "in part spelt out": KEY.replace("k", "\\u006B"),
-    **{f"in base64, after {n}": coded("user:"[:n] + KEY + ", so.") for n in range(4)},
+    **{f"in base64, after {n}": encode("user:"[:n] + KEY + ", so.") for n in range(4)},
     "in the base64 of URLs": base64.urlsafe_b64encode(f"??>>{KEY}".encode()).decode(),
 }
 

@@ -328,7 +328,7 @@ def user(content: str) -> Message:
     return Message(role="user", content=content)
 
 
-def said(content: str, *ids: str, kept: Any = None) -> Message:
+def calling_message(content: str, *ids: str, kept: Any = None) -> Message:
     """An assistant message that calls `f` once for each id."""
     message = Message(role="assistant", content=content)
     if ids:
@@ -371,7 +371,7 @@ def test_tools_can_be_offered_and_forbidden_at_once() -> None:
 
 def test_consecutive_messages_of_a_role_are_merged_for_anthropic() -> None:
     text = {"type": "text", "text": "go on"}
-    calls, outcome = said("", "1"), result("1")
+    calls, outcome = calling_message("", "1"), result("1")
     sent = sent_to_anthropic(user("hi"), calls, outcome, user("go on"))
     assert [block["type"] for block in sent[2]["content"]] == ["tool_result", "text"]
     assert sent[2]["content"][1] == text
@@ -394,7 +394,7 @@ def test_an_interrupted_anthropic_reply_goes_back_with_its_continuation() -> Non
 
 def test_an_assistant_message_with_nothing_in_it_is_not_sent_to_anthropic() -> None:
     """It would be refused; those around it become one."""
-    sent = sent_to_anthropic(user("a"), said(" "), user("b"))
+    sent = sent_to_anthropic(user("a"), calling_message(" "), user("b"))
     assert [(message["role"], len(message["content"])) for message in sent] == [("user", 2)]
 
 
@@ -418,7 +418,9 @@ def test_consecutive_messages_of_a_role_are_merged_for_openai() -> None:
     assert sent[1]["tool_calls"] == second["tool_calls"]
     assert [message["role"] for message in sent] == ["user", "assistant", "tool"]
     assert orjson.dumps([first, second]) == before, "what is recorded is not altered"
-    assert len(sent_to_openai(said("", "1"), said("a"))) == 2, "open calls are not continued"
+    assert len(sent_to_openai(calling_message("", "1"), calling_message("a"))) == 2, (
+        "open calls are not continued"
+    )
 
 
 @st.composite
@@ -431,9 +433,11 @@ def conversations(draw: st.DrawFn) -> list[Message]:
         for n in range(draw(st.integers(0, 2))):
             messages.append(draw(st.sampled_from([user(f"{turn}.{n}"), user("")])))
         pauses = draw(st.integers(0, 2))
-        messages += [said(draw(text), kept=draw(kept_parts(None))) for _ in range(pauses)]
+        messages += [
+            calling_message(draw(text), kept=draw(kept_parts(None))) for _ in range(pauses)
+        ]
         ids = [f"{turn}_{n}" for n in range(draw(st.integers(0, 2)))]
-        messages.append(said(draw(text), *ids, kept=draw(kept_parts(ids))))
+        messages.append(calling_message(draw(text), *ids, kept=draw(kept_parts(ids))))
         messages += [result(id) for id in draw(st.permutations(ids))]
     return messages
 
@@ -497,7 +501,7 @@ def test_anthropic_cache_marks_are_on_the_system_message_and_on_the_last_message
     assert whole["messages"][-1]["content"] == [{"type": "text", "text": "hi", **mark}]
     assert orjson.dumps(whole).count(b"cache_control") == 2
     assert orjson.dumps(body(system, user("hi"))).count(b"cache_control") == 1
-    called = said("", "a", "b")
+    called = calling_message("", "a", "b")
     results = [result("a"), result("b")]
     *_, reply, last = body(system, user("hi"), called, *results, tools=two)["messages"]
     assert b"cache_control" not in orjson.dumps(reply)
@@ -523,7 +527,7 @@ def test_anthropic_cache_marks_are_on_the_system_message_and_on_the_last_message
 
 def test_messages_without_reasoning_are_sent_with_a_blank_one() -> None:
     own = openai_reply({"content": "b", "reasoning": "why"}).message
-    messages = (user("hi"), said("a"), user("go on"), own)
+    messages = (user("hi"), calling_message("a"), user("go on"), own)
     assert sent_to_openai(*messages, blank_reasoning=True)[1::2] == [
         {"role": "assistant", "content": "a", "reasoning_content": " "},
         {"role": "assistant", "content": "b", "reasoning": "why"},

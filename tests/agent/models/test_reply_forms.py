@@ -42,15 +42,15 @@ def head(status: int = 200, kind: str = "application/json", **more: str) -> byte
     return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
 
-def dumped(body: Any) -> bytes:
+def dump(body: Any) -> bytes:
     return json.dumps(body).encode()
 
 
 def sse(parts: Sequence[Any], end: bytes = b"\n\n") -> bytes:
-    return b"".join(b"data: " + dumped(part) + end for part in parts)
+    return b"".join(b"data: " + dump(part) + end for part in parts)
 
 
-def whole_of(api: str, text: str = "Hello.") -> JSON:
+def whole_reply(api: str, text: str = "Hello.") -> JSON:
     """A whole reply with a text and no call."""
     return {
         "openai_chat": {
@@ -78,7 +78,7 @@ def parts_of(api: str) -> list[JSON]:
 
 
 @asynccontextmanager
-async def served(play: Play) -> AsyncIterator[tuple[str, list[JSON]]]:
+async def run_server(play: Play) -> AsyncIterator[tuple[str, list[JSON]]]:
     """The root of a server that answers each request as `play` says, and the bodies it was sent."""
     asked: list[JSON] = []
     serving: set[asyncio.Task[None]] = set()
@@ -125,7 +125,7 @@ def ask(api: str, play: Play, *, streamed: bool, **given: Any) -> tuple[Completi
     """The reply to one call, and the bodies of its requests. Raises `ModelError`."""
 
     async def run() -> tuple[Completion, list[JSON]]:
-        async with served(play) as (root, asked):
+        async with run_server(play) as (root, asked):
             model = EndpointModel(settings_of(api, root, **given), "sk-test")
             said = [Message(role="user", content="Hi.")]
             on_delta = ignore_event if streamed else None
@@ -155,19 +155,19 @@ FORMS: dict[str, Callable[[str], list[Piece]]] = {
         MARK,
         sse(parts_of(api)),
     ],
-    "JSON": lambda api: [head(), dumped(whole_of(api))],
-    "indented JSON": lambda api: [head(), json.dumps(whole_of(api), indent=2).encode() + b"\n"],
-    "a mark, then JSON": lambda api: [head(), MARK[:1], MARK[1:] + dumped(whole_of(api))],
-    "JSON called events": lambda api: [head(kind="text/event-stream"), dumped(whole_of(api))],
-    "JSON called text": lambda api: [head(kind="text/plain"), b"\n\n", dumped(whole_of(api))],
+    "JSON": lambda api: [head(), dump(whole_reply(api))],
+    "indented JSON": lambda api: [head(), json.dumps(whole_reply(api), indent=2).encode() + b"\n"],
+    "a mark, then JSON": lambda api: [head(), MARK[:1], MARK[1:] + dump(whole_reply(api))],
+    "JSON called events": lambda api: [head(kind="text/event-stream"), dump(whole_reply(api))],
+    "JSON called text": lambda api: [head(kind="text/plain"), b"\n\n", dump(whole_reply(api))],
     "JSON, then an end": lambda api: [
         head(kind="text/event-stream"),
-        dumped(whole_of(api)),
+        dump(whole_reply(api)),
         b"\ndata: [DONE]\n\n",
     ],
     "an event that is all": lambda api: [
         head(kind="text/event-stream"),
-        sse([whole_of(api)]),
+        sse([whole_reply(api)]),
         b"data: [DONE]\n\n",
     ],
     "events without the last empty line": lambda api: [
@@ -198,9 +198,9 @@ FORMS: dict[str, Callable[[str], list[Piece]]] = {
     ],
     "a part a line": lambda api: [
         head(kind="application/x-ndjson"),
-        b"\n".join(map(dumped, parts_of(api))),
+        b"\n".join(map(dump, parts_of(api))),
     ],
-    "a list of parts": lambda api: [head(), dumped(parts_of(api))],
+    "a list of parts": lambda api: [head(), dump(parts_of(api))],
 }
 
 
@@ -230,7 +230,7 @@ def test_an_error_is_one_in_any_form(api: str, streamed: bool) -> None:
     error = {"error": {"message": "Insufficient balance", "code": "1113"}}
     base = {"base_resp": {"status_code": 1008, "status_msg": "insufficient balance"}}
     for kind in ("application/json", "text/event-stream"):
-        for body in (dumped(error), sse([error]), dumped(base), sse([base])):
+        for body in (dump(error), sse([error]), dump(base), sse([base])):
             pieces = [head(kind=kind), body]
             with pytest.raises(ModelError, match="nsufficient balance") as caught:
                 ask(api, lambda _, n, pieces=pieces: pieces, streamed=streamed)  # type: ignore[misc]
@@ -281,7 +281,7 @@ def test_text_after_a_reason_is_part_of_the_reply(monkeypatch: pytest.MonkeyPatc
 @EACH
 @STREAMED
 def test_long_lines_in_the_head_of_a_reply_are_read(api: str, streamed: bool) -> None:
-    pieces = [head(X_Policy="p" * 60_000), dumped(whole_of(api))]
+    pieces = [head(X_Policy="p" * 60_000), dump(whole_reply(api))]
     assert ask(api, lambda body, n: pieces, streamed=streamed)[0].message["content"] == "Hello."
 
 
@@ -320,7 +320,7 @@ def test_a_server_that_refuses_stream_options_gets_none(
 ) -> None:
     def play(body: JSON, n: int) -> list[Piece]:
         if "stream_options" in body:
-            return [head(422), dumped(error)]
+            return [head(422), dump(error)]
         return [head(kind="text/event-stream"), sse(parts_of("openai_chat"))]
 
     with caplog.at_level(logging.WARNING):
@@ -332,7 +332,7 @@ def test_a_server_that_refuses_stream_options_gets_none(
 
 def with_ending(api: str, word: str) -> JSON:
     """A whole reply that ended for this reason."""
-    body = whole_of(api)
+    body = whole_reply(api)
     match api:
         case "openai_chat":
             body["choices"][0]["finish_reason"] = word
@@ -349,7 +349,7 @@ def test_an_unknown_ending_is_asked_for_again_once(api: str, streamed: bool) -> 
     """And then no more, by this and later calls: nothing is paid eight times for a word."""
 
     async def run() -> None:
-        async with served(lambda body, n: [head(), dumped(with_ending(api, "weary"))]) as (
+        async with run_server(lambda body, n: [head(), dump(with_ending(api, "weary"))]) as (
             root,
             asked,
         ):
@@ -385,8 +385,8 @@ def test_a_reply_whose_calls_were_lost_is_asked_for_again(
 
     async def run() -> None:
         words = [word, {"openai_chat": "stop", "anthropic_messages": "end_turn"}[api], word, word]
-        async with served(
-            lambda body, n: [head(), dumped(with_ending(api, words[n - 1]))],
+        async with run_server(
+            lambda body, n: [head(), dump(with_ending(api, words[n - 1]))],
         ) as (root, asked):
             retries: list[str] = []
             model: RetryingModel = open_model(

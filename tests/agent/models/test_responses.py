@@ -22,7 +22,7 @@ from agent.models.model import Completion, ModelSettings, Request, StreamEvent, 
 from agent.models.resolve import resolve_model, resolve_sibling
 from agent.state.events import make_ids_unique
 from run_agent import AIAgent
-from tests.agent.models.test_streaming import held, nobody, told
+from tests.agent.models.test_streaming import nobody, summarize_events, summarize_message
 from tests.helpers.answering import Handler, listening
 
 KEY = "sk-secret-123"
@@ -93,7 +93,7 @@ def read(*output: Any, **more: Any) -> Completion:
     return read_reply(orjson.dumps(body(*output, **more)))
 
 
-def cut(reason: Any) -> JSON:
+def incomplete(reason: Any) -> JSON:
     return {"status": "incomplete", "incomplete_details": {"reason": reason}}
 
 
@@ -275,9 +275,9 @@ def test_a_conversation_is_the_same_streamed_or_not(repeats_ids: bool) -> None:
     assert [request["stream"] for request in endpoint.requests] == [False] * 4 + [True] * 4
     for completion, events in zip(whole, turns, strict=True):
         if not repeats_ids:
-            parts = told(events)
+            parts = summarize_events(events)
             parts["thinking_delta"] = parts["thinking_delta"].strip()
-            assert parts == held(completion.message)
+            assert parts == summarize_message(completion.message)
             started = [event["tool_id"] for event in events if event["type"] == "tool_use_start"]
             assert len(started) == len(set(started)), "each call begins once"
 
@@ -334,7 +334,7 @@ def test_the_whole_loop_speaks_it(repeats_ids: bool, listens: bool) -> None:
 # What goes out
 
 
-def sent(*messages: Message) -> Any:
+def sent_items(*messages: Message) -> Any:
     return request_body(SETTINGS, Request(messages))["input"]
 
 
@@ -428,25 +428,25 @@ def test_a_message_of_another_api_goes_without_its_reasoning() -> None:
     failed = Message(
         role="tool", tool_call_id="1", name="f", content="x", is_error=True, details={"a": 1}
     )
-    assert sent(user("go"), message, failed)[1:] == [
+    assert sent_items(user("go"), message, failed)[1:] == [
         {"role": "assistant", "content": "hi"},
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a": 1'},
         {"type": "function_call_output", "call_id": "1", "output": "x"},
     ]
-    assert sent(user("go"), Message(role="assistant", content="")) == sent(user("go"))
+    assert sent_items(user("go"), Message(role="assistant", content="")) == sent_items(user("go"))
 
 
 def test_a_thought_that_the_token_limit_cut_does_not_go_back() -> None:
     """The record has it; the endpoint refuses a thought without what it led to."""
-    reply = read(thought(1, "So"), **cut("max_output_tokens"))
+    reply = read(thought(1, "So"), **incomplete("max_output_tokens"))
     assert reply.finish_reason == "length"
     assert reply.message["provider_blocks"]["blocks"] == [thought(1, "So")]
-    assert sent(user("a"), reply.message, user("b")) == sent(user("a"), user("b"))
-    reply = read(thought(1), says(text_part("x")), thought(2), **cut("max_output_tokens"))
-    assert sent(reply.message) == [thought(1), says(text_part("x"))]
+    assert sent_items(user("a"), reply.message, user("b")) == sent_items(user("a"), user("b"))
+    reply = read(thought(1), says(text_part("x")), thought(2), **incomplete("max_output_tokens"))
+    assert sent_items(reply.message) == [thought(1), says(text_part("x"))]
 
 
-def bare(n: Any, **more: Any) -> JSON:
+def plain_thought(n: Any, **more: Any) -> JSON:
     """A thought that is not encrypted."""
     return {"id": f"rs_{n}", "type": "reasoning", "summary": [], **more}
 
@@ -457,10 +457,10 @@ RAW = [{"type": "reasoning_text", "text": "So."}]
 @pytest.mark.parametrize(
     "lost",
     [
-        bare(1),
-        bare(1, summary=[{"type": "summary_text", "text": "So."}]),
-        bare(1, encrypted_content=None, content=None, status=None),
-        bare(1, encrypted_content="", content=[{"type": "reasoning_text", "text": " "}]),
+        plain_thought(1),
+        plain_thought(1, summary=[{"type": "summary_text", "text": "So."}]),
+        plain_thought(1, encrypted_content=None, content=None, status=None),
+        plain_thought(1, encrypted_content="", content=[{"type": "reasoning_text", "text": " "}]),
     ],
 )
 def test_a_thought_that_no_endpoint_finds_does_not_go_back(lost: JSON) -> None:
@@ -470,7 +470,7 @@ def test_a_thought_that_no_endpoint_finds_does_not_go_back(lost: JSON) -> None:
     answers = [Message(role="tool", tool_call_id=id, name="f", content="y") for id in "01"]
     later = read(thought(5), calls("5")).message
     results = [{"type": "function_call_output", "call_id": id, "output": "y"} for id in "01"]
-    assert sent(reply, *answers, later) == [
+    assert sent_items(reply, *answers, later) == [
         thought(0),
         calls("0"),
         *({key: item[key] for key in item if key != "id"} for item in (spoken, called)),
@@ -487,7 +487,7 @@ def test_a_thought_that_no_endpoint_finds_does_not_go_back(lost: JSON) -> None:
 
 def test_only_servers_that_are_not_openai_take_thoughts_in_clear_text() -> None:
     """vLLM reads `content` and shows it to the model; OpenAI cannot know it."""
-    message = read(bare(1, content=RAW), calls("1")).message
+    message = read(plain_thought(1, content=RAW), calls("1")).message
     of_openai = replace(SETTINGS, base_url="https://eu.api.openai.com/v1")
     hosted = replace(SETTINGS, base_url="http://gpu:8000/v1")
     blocks = message["provider_blocks"]["blocks"]
@@ -535,7 +535,7 @@ def test_blocks_with_further_fields_are_kept_verbatim_and_sent_back(output: list
     message = read(*copy.deepcopy(output)).message
     assert message["provider_blocks"] == {"api": API, "blocks": output}
     if output[0].get("type") != "reasoning":
-        assert sent(message) == output
+        assert sent_items(message) == output
 
 
 def test_thoughts_of_all_forms_are_joined() -> None:
@@ -565,23 +565,23 @@ def test_odd_calls_and_texts_are_read_all_the_same() -> None:
         ([], {}, "stop"),
         ([says(text_part("a")), calls("1")], {}, "tool_calls"),
         ([says({"type": "refusal", "refusal": "a"})], {}, "refusal"),
-        ([says(text_part("a"))], cut("max_output_tokens"), "length"),
-        ([calls("1", "{")], cut("max_output_tokens"), "length"),
-        ([says(text_part("a"))], cut("content_filter"), "refusal"),
+        ([says(text_part("a"))], incomplete("max_output_tokens"), "length"),
+        ([calls("1", "{")], incomplete("max_output_tokens"), "length"),
+        ([says(text_part("a"))], incomplete("content_filter"), "refusal"),
     ],
 )
 @pytest.mark.parametrize("streams", [False, True])
 def test_why_a_reply_ended(output: list[JSON], more: JSON, finish: str, streams: bool) -> None:
     reply = body(*output, **more)
     completion, events = (
-        from_events(*events_of(reply, f"response.{reply['status']}"))
+        read_events(*events_of(reply, f"response.{reply['status']}"))
         if streams
         else (read_reply(orjson.dumps(reply)), [])
     )
     assert completion.finish_reason == finish
     spoken = any(item["type"] == "message" for item in output)
     assert completion.message["content"] == ("a" if spoken else "")
-    assert not streams or told(events) == held(completion.message)
+    assert not streams or summarize_events(events) == summarize_message(completion.message)
 
 
 def test_a_refusal_after_some_text_is_a_refusal() -> None:
@@ -600,7 +600,7 @@ def test_a_refusal_after_some_text_is_a_refusal() -> None:
         b"\xff\xfe",
         b"{}",
         *(body(status=status) for status in (None, "queued", "in_progress", "cancelled", "new", 1)),
-        *(body(**cut(reason)) for reason in (None, "steered", "max_messages", "new", ["x"])),
+        *(body(**incomplete(reason)) for reason in (None, "steered", "max_messages", "new", ["x"])),
         body(status="incomplete"),
         body() | {"output": None},
         body() | {"output": {}},
@@ -640,8 +640,8 @@ def test_a_failed_reply_means_what_its_code_says(code: Any, kind: str) -> None:
     flat = {"type": "error", "code": code, "message": "boom", "param": None, "sequence_number": 3}
     for fail in (
         lambda: read_reply(orjson.dumps(failed)),
-        lambda: from_events(*events_of(failed, "response.failed")),
-        lambda: from_events({"type": "response.created", "response": body()}, flat),
+        lambda: read_events(*events_of(failed, "response.failed")),
+        lambda: read_events({"type": "response.created", "response": body()}, flat),
     ):
         with pytest.raises(ModelError, match="boom") as caught:
             fail()
@@ -667,7 +667,7 @@ def test_an_unknown_count_is_not_zero(raw: Any, counts: Any) -> None:
 # Streams
 
 
-def from_events(*events: JSON) -> tuple[Completion, list[StreamEvent]]:
+def read_events(*events: JSON) -> tuple[Completion, list[StreamEvent]]:
     seen: list[StreamEvent] = []
     assembly = ResponsesAssembly(seen.append)
     for part in events:
@@ -679,7 +679,7 @@ def test_a_stream_without_its_last_event_was_cut() -> None:
     *events, _ = events_of(body(says(text_part("whole"))))
     for length in range(len(events) + 1):
         with pytest.raises(ModelError, match="status is None") as caught:
-            from_events(*events[:length])
+            read_events(*events[:length])
         assert caught.value.kind == "malformed"
 
 
@@ -687,7 +687,7 @@ def test_items_that_the_last_event_leaves_out_are_those_that_were_done() -> None
     output = turn_outputs(2, ["a", "b"])
     *events, last = events_of(body(*output))
     last["response"] = {**last["response"], "output": []}
-    reply, _ = from_events(*events, last)
+    reply, _ = read_events(*events, last)
     assert reply == read(*output)
 
 
@@ -696,11 +696,11 @@ def test_calls_that_arrive_in_one_piece_have_events() -> None:
     done = {"type": "response.output_item.done", "output_index": 0, "item": item}
     stray = {"type": "response.function_call_arguments.delta", "output_index": 7, "delta": "1}"}
     last = {"type": "response.completed", "response": body(item)}
-    reply, events = from_events(stray, done, last)
+    reply, events = read_events(stray, done, last)
     assert [event["type"] for event in events] == [
         f"tool_use_{w}" for w in ("start", "delta", "stop")
     ]
-    assert told(events) == held(reply.message)
+    assert summarize_events(events) == summarize_message(reply.message)
 
 
 def test_parts_that_are_not_what_they_should_be_are_passed_over() -> None:
@@ -708,7 +708,7 @@ def test_parts_that_are_not_what_they_should_be_are_passed_over() -> None:
     odd += [{"type": f"response.output_item.{w}", "item": None} for w in ("added", "done")]
     odd += [{"type": "response.output_text.delta", "delta": ""}, {"type": "response.completed"}]
     last = {"type": "response.completed", "response": body(says(text_part("a")))}
-    reply, events = from_events(*odd, last)
+    reply, events = read_events(*odd, last)
     assert (reply.message["content"], events) == ("a", [])
 
 

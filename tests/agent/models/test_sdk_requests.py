@@ -52,7 +52,7 @@ class Sent(NamedTuple):
     body: Any
 
 
-def taken_down(send: Callable[[str], Coroutine[Any, Any, None]]) -> Sent:
+def capture_request(send: Callable[[str], Coroutine[Any, Any, None]]) -> Sent:
     """What comes of a request; all are refused."""
     sent: list[Sent] = []
 
@@ -91,7 +91,7 @@ def ours(dialect: str, *, is_streamed: bool, **given: Any) -> Sent:
         finally:
             await adapter.close()
 
-    return taken_down(send)
+    return capture_request(send)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -105,7 +105,7 @@ def test_a_request_is_that_of_the_provider_s_own_client(
         monkeypatch.delenv(name, raising=False)
     sample = SAMPLES[dialect]
     sent = ours(dialect, is_streamed=is_streamed, **(sample.options if with_options else {}))
-    assert sent == taken_down(lambda root: sample.send(root, KEY, sent.body))
+    assert sent == capture_request(lambda root: sample.send(root, KEY, sent.body))
     assert sent.body.get("stream", False) == is_streamed
 
 
@@ -188,7 +188,7 @@ def test_batches_are_asked_for_as_the_provider_s_own_client_asks(dialect: str) -
             with pytest.raises(openai.APIStatusError):
                 await asker.batches.retrieve("b1")
 
-    assert taken_down(send) == taken_down(send_theirs)
+    assert capture_request(send) == capture_request(send_theirs)
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ TABLES: tuple[dict[str, set[tuple[int, str]]], ...] = (
 DUE = {place: kind for table in TABLES for kind, places in table.items() for place in places}
 
 
-def told(code: str, type: str = "invalid_request_error") -> dict[str, Any]:
+def anthropic_error(code: str, type: str = "invalid_request_error") -> dict[str, Any]:
     """An error as Anthropic sends it; its words decide nothing."""
     return {"type": type, "message": "No.", "details": {"error_code": code}}
 
@@ -426,7 +426,7 @@ CLIENT = "2.14.0"
 
 def test_every_code_of_anthropic_has_its_consequence() -> None:
     for (status, code), kind in DUE.items():
-        body = json.dumps({"type": "error", "error": told(code)}).encode()
+        body = json.dumps({"type": "error", "error": anthropic_error(code)}).encode()
         refusal = read_refusal(status, {}, body)
         assert (refusal.kind, refusal.code) == (kind, code)
 
@@ -445,7 +445,7 @@ def test_the_tables_have_every_code_of_anthropic_s_client() -> None:
 @pytest.mark.parametrize("code", sorted(code for places in STOPS.values() for _, code in places))
 def test_a_code_that_stops_a_run_does_so_inside_a_stream_too(code: str) -> None:
     [kind] = {kind for kind, places in STOPS.items() if code in {known for _, known in places}}
-    refusal = error_behind_200(told(code, "rate_limit_error"), "the stream")
+    refusal = error_behind_200(anthropic_error(code, "rate_limit_error"), "the stream")
     assert (refusal.kind, refusal.action) == (kind, "stop_run")
 
 
@@ -496,7 +496,7 @@ def test_an_account_that_is_stopped_stops_the_run(
 
     def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if is_stopped[0] and len(answered) >= 4:
-            return status, {"type": "error", "error": told(code, type)}
+            return status, {"type": "error", "error": anthropic_error(code, type)}
         answered.append(path)
         return 200, reply
 

@@ -31,7 +31,7 @@ def openai_reply(**message: Any) -> Completion:
     return openai_chat.read_reply(orjson.dumps(body))
 
 
-def used(**usage: int) -> Completion:
+def read_usage(**usage: int) -> Completion:
     counts = {"input_tokens": 0, "output_tokens": 0, **usage}
     body = {"content": [{"type": "text", "text": "x"}], "stop_reason": "end_turn", "usage": counts}
     return anthropic_messages.read_reply(orjson.dumps(body))
@@ -231,10 +231,10 @@ def test_the_cost_is_the_sum_of_four_kinds_of_tokens() -> None:
         "cache_read_input_tokens",
         "cache_creation_input_tokens",
     )
-    each = [price(used(**{kind: 1000}), settings) for kind in kinds]
+    each = [price(read_usage(**{kind: 1000}), settings) for kind in kinds]
     parts = [cost for cost in each if cost]
     assert len(set(parts)) == 4
-    assert price(used(**dict.fromkeys(kinds, 1000)), settings) == pytest.approx(sum(parts))
+    assert price(read_usage(**dict.fromkeys(kinds, 1000)), settings) == pytest.approx(sum(parts))
 
 
 @pytest.mark.parametrize(
@@ -258,5 +258,5 @@ def test_an_unknown_price_is_warned_about_once_for_each_model(
 ) -> None:
     """The cost of such a call is unknown, not zero."""
     for name in ("seeds-model-1", "seeds-model-1", "seeds-model-2"):
-        assert price(used(input_tokens=1), resolve(f"openai:{name}")) is None
+        assert price(read_usage(input_tokens=1), resolve(f"openai:{name}")) is None
     assert [record.args for record in caplog.records] == [("seeds-model-1",), ("seeds-model-2",)]

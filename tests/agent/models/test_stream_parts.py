@@ -40,7 +40,7 @@ def assemble(api: str, parts: Sequence[JSON]) -> bytes:
     return assembly.finish()
 
 
-def said_by(completion: Completion) -> Said:
+def summarize(completion: Completion) -> Said:
     message = completion.message
     calls = [call["function"] for call in message.get("tool_calls", ())]
     return Said(
@@ -50,8 +50,8 @@ def said_by(completion: Completion) -> Said:
     )
 
 
-def streamed(api: str, parts: Sequence[JSON]) -> Said:
-    return said_by(read_reply(api, assemble(api, parts)))
+def read_stream(api: str, parts: Sequence[JSON]) -> Said:
+    return summarize(read_reply(api, assemble(api, parts)))
 
 
 def is_malformed(api: str, parts: Sequence[JSON]) -> bool:
@@ -67,7 +67,7 @@ def pieces_of(draw: Callable[..., Any], text: str) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(bounds) if a < b]
 
 
-def merged(draw: Callable[..., Any], queues: Sequence[Sequence[Any]]) -> Iterator[Any]:
+def draw_merged(draw: Callable[..., Any], queues: Sequence[Sequence[Any]]) -> Iterator[Any]:
     """The parts of several sources, each in its own order."""
     left = [list(queue) for queue in queues if queue]
     while left:
@@ -139,7 +139,7 @@ def chat_streams(draw: Callable[..., Any]) -> tuple[list[JSON], Said]:
         queues.append([*head, *body])
     if numbering == "in turn":
         queues = [list(itertools.chain.from_iterable(queues))]
-    deltas = [{"tool_calls": [part]} for part in merged(draw, queues)]
+    deltas = [{"tool_calls": [part]} for part in draw_merged(draw, queues)]
     if numbering in ("ids", "one index"):  # nothing else says which call is the first
         ids = dict.fromkeys(delta["tool_calls"][0]["id"] for delta in deltas)
         calls = [calls[int(id[1:])] for id in ids]
@@ -152,7 +152,7 @@ def chat_streams(draw: Callable[..., Any]) -> tuple[list[JSON], Said]:
     if draw(st.booleans()):  # mirrored, and once more in parts
         thoughts = [{**one, "reasoning_details": [detail_of(one[field])]} for one in thoughts]
     texts = [{"content": piece} for piece in pieces_of(draw, text)]
-    parts = [chat_part(delta) for delta in merged(draw, [thoughts, texts, deltas])]
+    parts = [chat_part(delta) for delta in draw_merged(draw, [thoughts, texts, deltas])]
     parts.append(chat_part({}, "tool_calls" if calls else "stop"))
     return parts, Said(text, thought.strip(), calls)
 
@@ -165,13 +165,13 @@ def detail_of(text: str) -> JSON:
 @given(chat_streams())
 def test_a_chat_stream_is_the_whole_reply(stream: tuple[list[JSON], Said]) -> None:
     parts, said = stream
-    got = streamed("openai_chat", parts)
+    got = read_stream("openai_chat", parts)
     assert got.calls == said.calls
     assert "".join(got.reasoning.split()) == "".join(said.reasoning.split())
     assert got.content == said.content
 
 
-def at(index: int | None, id: str | None, name: str | None, arguments: Any) -> JSON:
+def part_of_call(index: int | None, id: str | None, name: str | None, arguments: Any) -> JSON:
     """A part of a call, without what is None."""
     fields = {"index": index, "id": id, "name": name, "arguments": arguments}
     return call_part(**{key: value for key, value in fields.items() if value is not None})
@@ -183,43 +183,55 @@ ONE, TWO, HALF = '{"a":1}', '{"a":2}', '{"a":'
 @pytest.mark.parametrize(
     "chunks",
     [
-        [[at(0, None, "f", ONE), at(0, None, "f", TWO)]],
-        [[at(None, None, "f", ONE)], [at(None, None, "f", TWO)]],
-        [[at(0, "", "f", ONE)], [at(0, "", "f", TWO)]],
-        [[at(0, "x", "f", ONE)], [at(0, "x", "f", TWO)]],
+        [[part_of_call(0, None, "f", ONE), part_of_call(0, None, "f", TWO)]],
+        [[part_of_call(None, None, "f", ONE)], [part_of_call(None, None, "f", TWO)]],
+        [[part_of_call(0, "", "f", ONE)], [part_of_call(0, "", "f", TWO)]],
+        [[part_of_call(0, "x", "f", ONE)], [part_of_call(0, "x", "f", TWO)]],
         [
-            [at(0, "a", None, None)],
-            [at(0, None, "f", None)],
-            [at(0, None, None, ONE)],
-            [at(0, "b", None, None)],
-            [at(0, None, "f", None)],
-            [at(0, None, None, TWO)],
+            [part_of_call(0, "a", None, None)],
+            [part_of_call(0, None, "f", None)],
+            [part_of_call(0, None, None, ONE)],
+            [part_of_call(0, "b", None, None)],
+            [part_of_call(0, None, "f", None)],
+            [part_of_call(0, None, None, TWO)],
         ],
         [
-            [at(0, "a", "f", HALF)],
-            [at(0, "b", "f", HALF)],
-            [at(0, "a", None, "1}")],
-            [at(0, "b", None, "2}")],
+            [part_of_call(0, "a", "f", HALF)],
+            [part_of_call(0, "b", "f", HALF)],
+            [part_of_call(0, "a", None, "1}")],
+            [part_of_call(0, "b", None, "2}")],
         ],
     ],
     ids=["one chunk", "no index", "empty ids", "one id", "first the ids", "in turns"],
 )
 def test_calls_that_are_numbered_alike_are_two(chunks: list[list[JSON]]) -> None:
     parts = [chat_part({"tool_calls": chunk}) for chunk in chunks]
-    got = streamed("openai_chat", [*parts, chat_part({}, "tool_calls")])
+    got = read_stream("openai_chat", [*parts, chat_part({}, "tool_calls")])
     assert got.calls == [("f", {"a": 1}), ("f", {"a": 2})]
 
 
 @pytest.mark.parametrize(
     "calls",
     [
-        [at(0, "x", "f", "{}"), at(0, None, None, HALF), at(0, None, None, "1}")],
-        [at(0, "x", "f", ""), at(0, "x", "f", ONE), at(0, "x", "f", "")],
-        [at(0, "x", "f", ONE), at(0, "x", "f", ONE)],
-        [at(0, "x", "f", HALF), at(0, "y", None, "1}")],
-        [at(0, None, "f", {"a": 1})],
-        [at(0, "x", "f", "null"), at(0, None, None, ONE)],
-        [at(0, "x", "f", '{"a'), at(0, "x", "f", HALF), at(0, "x", "f", ONE)],
+        [
+            part_of_call(0, "x", "f", "{}"),
+            part_of_call(0, None, None, HALF),
+            part_of_call(0, None, None, "1}"),
+        ],
+        [
+            part_of_call(0, "x", "f", ""),
+            part_of_call(0, "x", "f", ONE),
+            part_of_call(0, "x", "f", ""),
+        ],
+        [part_of_call(0, "x", "f", ONE), part_of_call(0, "x", "f", ONE)],
+        [part_of_call(0, "x", "f", HALF), part_of_call(0, "y", None, "1}")],
+        [part_of_call(0, None, "f", {"a": 1})],
+        [part_of_call(0, "x", "f", "null"), part_of_call(0, None, None, ONE)],
+        [
+            part_of_call(0, "x", "f", '{"a'),
+            part_of_call(0, "x", "f", HALF),
+            part_of_call(0, "x", "f", ONE),
+        ],
     ],
     ids=[
         "first an empty object",
@@ -233,7 +245,7 @@ def test_calls_that_are_numbered_alike_are_two(chunks: list[list[JSON]]) -> None
 )
 def test_the_parts_of_one_call_stay_one(calls: list[JSON]) -> None:
     parts = [chat_part({"tool_calls": [part]}) for part in calls]
-    got = streamed("openai_chat", [*parts, chat_part({}, "tool_calls")])
+    got = read_stream("openai_chat", [*parts, chat_part({}, "tool_calls")])
     assert got.calls == [("f", {"a": 1})]
 
 
@@ -266,7 +278,7 @@ def test_a_call_with_free_text_is_put_together() -> None:
         return chat_part({"tool_calls": [{"index": 0, **head, "custom": given}]})
 
     parts = [custom("patch", ""), custom(None, "a b"), custom(None, " c")]
-    got = streamed("openai_chat", [*parts, chat_part({}, "tool_calls")])
+    got = read_stream("openai_chat", [*parts, chat_part({}, "tool_calls")])
     assert got.calls == [("patch", {"input": "a b c"})]
 
 
@@ -275,11 +287,11 @@ def test_calls_and_thoughts_that_only_the_whole_message_of_a_stream_has_are_kept
     for content in ("hello", None):
         message = {"role": "assistant", "content": content, "tool_calls": [call]}
         whole = {"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]}
-        got = streamed("openai_chat", [chat_part({"content": "hello"}), whole])
+        got = read_stream("openai_chat", [chat_part({"content": "hello"}), whole])
         assert (got.content, got.calls) == ("hello", [("f", {"a": 1})])
     message = {"role": "assistant", "content": "hello", "reasoning_content": "why"}
     whole = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
-    got = streamed("openai_chat", [chat_part({"content": "hello"}), whole])
+    got = read_stream("openai_chat", [chat_part({"content": "hello"}), whole])
     assert (got.content, got.reasoning) == ("hello", "why")
 
 
@@ -321,9 +333,9 @@ def test_a_reason_that_is_null_in_words_is_no_end() -> None:
 def test_a_whole_message_in_a_stream_counts_once() -> None:
     message = {"role": "assistant", "content": "hello"}
     whole = {"id": "r", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
-    assert streamed("openai_chat", [whole]).content == "hello"
+    assert read_stream("openai_chat", [whole]).content == "hello"
     parts = [chat_part({"content": "hel"}), chat_part({"content": "lo"})]
-    assert streamed("openai_chat", [*parts, whole]).content == "hello"
+    assert read_stream("openai_chat", [*parts, whole]).content == "hello"
     assert is_malformed("openai_chat", [chat_part({"content": "bye"}), whole])
 
 
@@ -349,7 +361,7 @@ EMPTY: dict[str, JSON] = {
 }
 
 
-def ended(stop: str) -> list[JSON]:
+def ending_events(stop: str) -> list[JSON]:
     return [{"type": "message_delta", "delta": {"stop_reason": stop}}, {"type": "message_stop"}]
 
 
@@ -387,17 +399,19 @@ def message_streams(draw: Callable[..., Any]) -> tuple[list[JSON], Said]:
         if numbering != "without starts":
             events = [block_start(n, EMPTY[kind]), *events, block_stop(n)]
         queues.append(events)
-    parts = merged(draw, queues) if numbering == "usual" else itertools.chain.from_iterable(queues)
+    parts = (
+        draw_merged(draw, queues) if numbering == "usual" else itertools.chain.from_iterable(queues)
+    )
     reasoning = "\n\n".join(filter(None, (thought.strip() for thought in thoughts)))
     said = Said("".join(texts), reasoning, calls)
-    return [HEAD, *parts, *ended("tool_use" if calls else "end_turn")], said
+    return [HEAD, *parts, *ending_events("tool_use" if calls else "end_turn")], said
 
 
 @MANY
 @given(message_streams())
 def test_a_stream_of_blocks_is_the_whole_message(stream: tuple[list[JSON], Said]) -> None:
     parts, said = stream
-    assert streamed("anthropic_messages", parts) == said
+    assert read_stream("anthropic_messages", parts) == said
 
 
 USE = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
@@ -412,10 +426,10 @@ def test_parts_for_a_block_of_another_type_are_blocks_of_their_own() -> None:
         block_delta(0, {"type": "text_delta", "text": "that."}),
         block_delta(0, {"type": "thinking_delta", "thinking": "Hm."}),
         block_delta(0, {"type": "signature_delta", "signature": "s"}),
-        *ended("tool_use"),
+        *ending_events("tool_use"),
     ]
     reply = read_reply("anthropic_messages", assemble("anthropic_messages", parts))
-    assert said_by(reply) == Said("Now that.", "Hm.", [("f", {"a": 1})])
+    assert summarize(reply) == Said("Now that.", "Hm.", [("f", {"a": 1})])
     blocks = reply.message["provider_blocks"]["blocks"]
     assert blocks[0] == {**USE, "input": {"a": 1}}, "nothing of the text is in the call"
     assert blocks[2] == {"type": "thinking", "thinking": "Hm.", "signature": "s"}
@@ -435,7 +449,7 @@ def test_parts_for_a_block_of_another_type_are_blocks_of_their_own() -> None:
     ids=["no block", "a text", "no thought", "an unknown kind"],
 )
 def test_parts_that_belong_to_no_block_are_malformed(parts: list[JSON]) -> None:
-    assert is_malformed("anthropic_messages", [HEAD, *parts, *ended("end_turn")])
+    assert is_malformed("anthropic_messages", [HEAD, *parts, *ending_events("end_turn")])
 
 
 def test_a_part_of_an_unknown_kind_grows() -> None:
@@ -444,7 +458,7 @@ def test_a_part_of_an_unknown_kind_grows() -> None:
         block_start(0, {"type": "compaction", "content": None}),
         block_delta(0, {"type": "compaction_delta", "compaction": "ab"}),
         block_delta(0, {"type": "compaction_delta", "compaction": "cd"}),
-        *ended("end_turn"),
+        *ending_events("end_turn"),
     ]
     body = json.loads(assemble("anthropic_messages", parts))
     assert body["content"] == [{"type": "compaction", "content": None, "compaction": "abcd"}]
@@ -490,7 +504,7 @@ def response_streams(draw: Callable[..., Any]) -> tuple[list[JSON], Said]:
         queues.append(events)
     last = draw(st.sampled_from([items, items[:1], []]))
     reply = {"status": "completed", "output": last}
-    parts = [*merged(draw, queues), {"type": "response.completed", "response": reply}]
+    parts = [*draw_merged(draw, queues), {"type": "response.completed", "response": reply}]
     # As `read_output` joins the texts of several items.
     reasoning = "\n\n".join(dict.fromkeys(filter(None, (one.strip() for one in thoughts))))
     return parts, Said("\n\n".join(texts), reasoning, calls)
@@ -500,7 +514,7 @@ def response_streams(draw: Callable[..., Any]) -> tuple[list[JSON], Said]:
 @given(response_streams())
 def test_items_are_taken_from_wherever_a_stream_has_them(stream: tuple[list[JSON], Said]) -> None:
     parts, said = stream
-    assert streamed("openai_responses", parts) == said
+    assert read_stream("openai_responses", parts) == said
 
 
 def test_text_for_an_index_that_no_item_has_is_kept_once() -> None:
@@ -509,7 +523,7 @@ def test_text_for_an_index_that_no_item_has_is_kept_once() -> None:
     for output, text in (([item], "hello"), ([], "hello")):
         reply = {"status": "completed", "output": output}
         last = {"type": "response.completed", "response": reply}
-        assert streamed("openai_responses", [delta, last]).content == text
+        assert read_stream("openai_responses", [delta, last]).content == text
 
 
 MESSAGE: JSON = {"type": "message", "content": [{"type": "output_text", "text": "one two"}]}
@@ -546,7 +560,9 @@ def test_what_the_end_of_a_stream_leaves_out_of_an_item_is_kept(
     dones = items if is_done_whole else ends
     events = [e for n, item in enumerate(items) for e in parts_of_item(n, item, dones[n])]
     last = {"type": end, "response": {"status": "completed", "output": ends}}
-    assert streamed("openai_responses", [*events, last]) == Said("one two", "", [("f", {"a": 1})])
+    assert read_stream("openai_responses", [*events, last]) == Said(
+        "one two", "", [("f", {"a": 1})]
+    )
 
 
 def test_an_end_that_says_something_else_than_its_parts_counts() -> None:
@@ -558,11 +574,11 @@ def test_an_end_that_says_something_else_than_its_parts_counts() -> None:
 
     other = {"type": "message", "content": [{"type": "output_text", "text": "three"}]}
     events = parts_of_item(0, MESSAGE, without_text(MESSAGE))
-    assert streamed("openai_responses", [*events, last(other)]).content == "three"
+    assert read_stream("openai_responses", [*events, last(other)]).content == "three"
     assert is_malformed("openai_responses", [*events, last(other, CALL)])
     spaced = {**CALL, "arguments": '{"a": 1}'}
     same = [*parts_of_item(0, CALL, CALL), last(spaced)]
-    assert streamed("openai_responses", same).calls == [("f", {"a": 1})]
+    assert read_stream("openai_responses", same).calls == [("f", {"a": 1})]
 
 
 @pytest.mark.parametrize("api", ["openai_chat", "anthropic_messages", "openai_responses"])
@@ -594,7 +610,7 @@ def test_arguments_that_are_encoded_twice_are_read(api: str, is_streamed: bool) 
         "openai_responses": {"status": "completed", "output": [item]},
     }
     if is_streamed:
-        assert streamed(api, events[api]).calls == [("f", {"a": 1})]
+        assert read_stream(api, events[api]).calls == [("f", {"a": 1})]
         return
     message = read_reply(api, json.dumps(wholes[api]).encode()).message
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 1}

@@ -95,7 +95,7 @@ async def ask(dialect: str, root: str, *, timeout_s: float = 5.0) -> Completion:
         await model.close()
 
 
-def told(events: list[StreamEvent]) -> dict[str, Any]:
+def summarize_events(events: list[StreamEvent]) -> dict[str, Any]:
     """What the parts come to: texts, and the calls that began and ended in order."""
     calls: dict[str, list[str]] = {}
     ended = []
@@ -115,7 +115,7 @@ def told(events: list[StreamEvent]) -> dict[str, Any]:
     return {**texts, "calls": [(id, *call) for id, call in calls.items()]}
 
 
-def held(message: Message) -> dict[str, Any]:
+def summarize_message(message: Message) -> dict[str, Any]:
     """The same of a recorded message."""
     calls = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
     return {
@@ -153,7 +153,7 @@ def test_a_conversation_is_the_same_streamed_or_not(endpoint: FakeEndpoint, dial
     assert all(one.usage and one.usage["input_tokens"] and one.response_id for one in streamed)
     assert all(completion.message.get("provider_blocks") for completion in whole)
     for completion, events in zip(whole, turns, strict=True):
-        parts, message = told(events), held(completion.message)
+        parts, message = summarize_events(events), summarize_message(completion.message)
         # The record strips thoughts of the white space around them.
         assert {**parts, "thinking_delta": parts["thinking_delta"].strip()} == message
 
@@ -319,7 +319,7 @@ def test_a_handler_that_fails_loses_no_reply_and_is_logged_once(
     assert record.exc_info[0] is ZeroDivisionError
 
 
-def from_chunks(*chunks: dict[str, Any]) -> tuple[Completion, list[StreamEvent]]:
+def read_chunks(*chunks: dict[str, Any]) -> tuple[Completion, list[StreamEvent]]:
     events: list[StreamEvent] = []
     assembly = ChatAssembly(events.append)
     for part in chunks:
@@ -409,13 +409,15 @@ def part(arguments: Any = None, name: str | None = None, **place: Any) -> dict[s
     ],
 )
 def test_openai_calls_in_all_the_ways_that_servers_send_them(chunks: list[dict[str, Any]]) -> None:
-    reply, events = from_chunks(*chunks, chunk("tool_calls"))
+    reply, events = read_chunks(*chunks, chunk("tool_calls"))
     expected = [("a", "f", '{"x":1}'), ("b", "g", "{}")]
-    assert held(reply.message)["calls"] == told(events)["calls"] == expected
+    assert (
+        summarize_message(reply.message)["calls"] == summarize_events(events)["calls"] == expected
+    )
 
 
 def test_openai_calls_without_ids_are_distinguished() -> None:
-    reply, _ = from_chunks(
+    reply, _ = read_chunks(
         calling(part("{}", "f"), part("{}", "g")), calling(part("{}", "f")), chunk("tool_calls")
     )
     assert [call["function"]["name"] for call in reply.message["tool_calls"]] == ["f", "g", "f"]
@@ -423,7 +425,7 @@ def test_openai_calls_without_ids_are_distinguished() -> None:
 
 def test_openai_chunks_with_everything_repeated_or_missing() -> None:
     usage = {"prompt_tokens": 3, "completion_tokens": 2}
-    reply, events = from_chunks(
+    reply, events = read_chunks(
         {"id": "c", "model": "m", "choices": []},
         chunk(role="assistant", content="", reasoning_content=None),
         chunk("", role="assistant", reasoning="w", reasoning_content="w"),
@@ -443,14 +445,14 @@ def test_openai_chunks_with_everything_repeated_or_missing() -> None:
     assert (reply.response_id, reply.model, reply.finish_reason) == ("c", "m", "stop")
     assert reply.usage
     assert (reply.usage["input_tokens"], reply.usage["output_tokens"]) == (3, 2)
-    assert told(events) == {"text_delta": "hi", "thinking_delta": "why", "calls": []}
+    assert summarize_events(events) == {"text_delta": "hi", "thinking_delta": "why", "calls": []}
 
 
 def test_openai_reasoning_details_are_put_together_and_go_back_verbatim() -> None:
     def detail(kind: str, index: int, **fields: Any) -> dict[str, Any]:
         return {"type": "reasoning." + kind, "index": index, **fields}
 
-    reply, events = from_chunks(
+    reply, events = read_chunks(
         chunk(reasoning_details=[detail("text", 0, text="w", signature=None)]),
         chunk(reasoning_details=[detail("text", 0, text="hy", signature=None)]),
         chunk(reasoning_details=[detail("text", 0, text=None, signature="sig")]),
@@ -469,7 +471,7 @@ def test_openai_reasoning_details_are_put_together_and_go_back_verbatim() -> Non
         detail("encrypted", 1, data="x"),
         detail("encrypted", 1, data="y"),
     ]
-    assert told(events)["thinking_delta"] == "whymore!"
+    assert summarize_events(events)["thinking_delta"] == "whymore!"
 
 
 def test_thinking_blocks_are_put_together_by_their_signatures() -> None:
@@ -478,7 +480,7 @@ def test_thinking_blocks_are_put_together_by_their_signatures() -> None:
 
     hidden = {"type": "redacted_thinking", "data": "x"}
     parts = [block("w"), block("hy"), block("", signature="s"), block("more"), hidden, hidden]
-    reply, events = from_chunks(
+    reply, events = read_chunks(
         *(chunk(thinking_blocks=[part], reasoning_content=part.get("thinking")) for part in parts),
         chunk("stop", content="hi"),
     )
@@ -489,17 +491,17 @@ def test_thinking_blocks_are_put_together_by_their_signatures() -> None:
         hidden,
         hidden,
     ]
-    assert told(events)["thinking_delta"] == reply.message["reasoning"] == "whymore"
+    assert summarize_events(events)["thinking_delta"] == reply.message["reasoning"] == "whymore"
 
 
 def test_an_openai_refusal_in_parts() -> None:
-    reply, events = from_chunks(chunk(refusal="I can"), chunk(refusal="not."), chunk("stop"))
+    reply, events = read_chunks(chunk(refusal="I can"), chunk(refusal="not."), chunk("stop"))
     assert (reply.finish_reason, reply.message["content"]) == ("refusal", "I cannot.")
-    assert told(events)["text_delta"] == "I cannot."
+    assert summarize_events(events)["text_delta"] == "I cannot."
 
 
 def test_an_emoji_cut_in_two_by_the_stream_is_whole_again() -> None:
-    reply, _ = from_chunks(chunk(content="\ud83d"), chunk(content="\ude00\ud83d"), chunk("stop"))
+    reply, _ = read_chunks(chunk(content="\ud83d"), chunk(content="\ude00\ud83d"), chunk("stop"))
     assert reply.message["content"] == "\N{GRINNING FACE}\ufffd"
 
 
@@ -512,7 +514,7 @@ def test_calls_of_a_cut_stream_have_no_end_event() -> None:
     assert [event["type"] for event in events] == ["tool_use_start", "tool_use_delta"]
 
 
-def from_events(*events: dict[str, Any]) -> tuple[Completion, list[StreamEvent]]:
+def read_events(*events: dict[str, Any]) -> tuple[Completion, list[StreamEvent]]:
     seen: list[StreamEvent] = []
     assembly = MessagesAssembly(seen.append)
     for item in events:
@@ -553,7 +555,7 @@ def test_anthropic_blocks_are_those_of_a_whole_reply() -> None:
     use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
     search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
     found = {"type": "web_search_tool_result", "tool_use_id": "s", "content": [{"url": "u"}]}
-    reply, events = from_events(
+    reply, events = read_events(
         opening(input_tokens=5),
         {"type": "ping"},
         *block(
@@ -594,8 +596,8 @@ def test_anthropic_blocks_are_those_of_a_whole_reply() -> None:
         {"type": "text", "text": "?"},
     ]
     calls = [("t", "f", '{"a":1}'), ("u", "f", "{}"), ("v", "f", '{"b":2}')]
-    assert held(reply.message)["calls"] == calls
-    heard = told(events)
+    assert summarize_message(reply.message)["calls"] == calls
+    heard = summarize_events(events)
     assert (heard["text_delta"], heard["thinking_delta"]) == ("hi?", "why")
     assert heard["calls"] == [("t", "f", '{"a": 1}'), ("u", "f", " "), ("v", "f", '{"b": 2}')]
     assert (reply.response_id, reply.model, reply.finish_reason) == ("m1", "m", "tool_calls")
@@ -604,13 +606,13 @@ def test_anthropic_blocks_are_those_of_a_whole_reply() -> None:
 @pytest.mark.parametrize("text", ['{"a": ', "[1]", '"x"'])
 def test_an_anthropic_input_that_is_not_an_object_stays_text(text: str) -> None:
     use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
-    reply, _ = from_events(opening(), *block(0, use, input_part(text)), ending("max_tokens"))
-    assert held(reply.message)["calls"] == [("t", "f", text)]
+    reply, _ = read_events(opening(), *block(0, use, input_part(text)), ending("max_tokens"))
+    assert summarize_message(reply.message)["calls"] == [("t", "f", text)]
 
 
 def test_later_anthropic_counts_win_unless_they_say_nothing() -> None:
     details = {"thinking_tokens": 3}
-    reply, _ = from_events(
+    reply, _ = read_events(
         opening(
             input_tokens=5,
             output_tokens=1,
@@ -634,12 +636,12 @@ def test_later_anthropic_counts_win_unless_they_say_nothing() -> None:
         "cache_write_tokens": 0,
         "reasoning_tokens": 3,
     }
-    assert from_events(opening(), ending("end_turn"))[0].usage is None
+    assert read_events(opening(), ending("end_turn"))[0].usage is None
 
 
 def test_an_anthropic_stream_without_a_stop_reason_is_malformed() -> None:
     with pytest.raises(ModelError, match="stop_reason") as caught:
-        from_events(opening(), *block(0, {"type": "text", "text": "hi"}), ending(None))
+        read_events(opening(), *block(0, {"type": "text", "text": "hi"}), ending(None))
     assert caught.value.kind == "malformed"
 
 
@@ -658,7 +660,7 @@ def test_the_scripted_model_emits_events_for_its_reply(caplog: pytest.LogCapture
     events: list[StreamEvent] = []
     whole = play(None)
     assert play(events.append) == whole
-    assert told(events) == held(whole.message)
+    assert summarize_events(events) == summarize_message(whole.message)
     assert [event["type"] for event in events[:3]] == [
         "thinking_delta",
         "text_delta",

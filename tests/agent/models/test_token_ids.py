@@ -53,7 +53,7 @@ def read(reply: JSON) -> Completion:
     return read_own_reply(OWN, orjson.dumps(reply))
 
 
-def asked_by(reference: str, base_url: str, request: Request) -> JSON:
+def requested_fields(reference: str, base_url: str, request: Request) -> JSON:
     settings = ModelSettings(
         "m", "openai_chat", base_url, None, token_ids=True, reference=reference
     )
@@ -74,11 +74,11 @@ def asked_by(reference: str, base_url: str, request: Request) -> JSON:
 def test_a_server_of_the_users_own_is_asked_in_its_words(
     reference: str, request_: Request, expected: JSON
 ) -> None:
-    assert asked_by(reference, "http://127.0.0.1:1/v1", request_) == expected
+    assert requested_fields(reference, "http://127.0.0.1:1/v1", request_) == expected
 
 
 def test_a_provider_is_asked_only_for_what_its_api_has() -> None:
-    assert asked_by("openai:m", "https://api.openai.com/v1", ASKED) == BOTH
+    assert requested_fields("openai:m", "https://api.openai.com/v1", ASKED) == BOTH
 
 
 def test_nothing_is_asked_for_without_the_option() -> None:

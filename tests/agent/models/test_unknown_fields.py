@@ -108,12 +108,12 @@ def chat(*parts: JSON) -> Completion:
     return openai_chat.read_reply(assembly.finish())
 
 
-def whole(reply: JSON = CHAT) -> Completion:
+def read_whole(reply: JSON = CHAT) -> Completion:
     return openai_chat.read_reply(json.dumps(reply).encode())
 
 
 def test_a_chat_reply_keeps_all_that_it_held() -> None:
-    reply = whole()
+    reply = read_whole()
     assert reply.extra == {
         "reply": {
             "system_fingerprint": "fp_1",
@@ -140,11 +140,11 @@ def test_a_chat_reply_keeps_all_that_it_held() -> None:
 
 
 def test_a_chat_stream_gives_the_same() -> None:
-    assert chat(*CHUNKS) == whole()
+    assert chat(*CHUNKS) == read_whole()
 
 
 def test_fields_of_a_message_are_sent_back_and_metadata_is_not() -> None:
-    assert to_api(whole().message) == {
+    assert to_api(read_whole().message) == {
         "role": "assistant",
         "content": "See.",
         "tool_calls": [signed_call()],
@@ -153,7 +153,7 @@ def test_fields_of_a_message_are_sent_back_and_metadata_is_not() -> None:
 
 
 def test_a_signed_text_shows_that_the_model_reasoned() -> None:
-    reply = whole({**CHAT, "choices": [{**CHAT["choices"][0], "finish_reason": "stop"}]})
+    reply = read_whole({**CHAT, "choices": [{**CHAT["choices"][0], "finish_reason": "stop"}]})
     blocks = reply.message["provider_blocks"]["blocks"]
     assert hides_reasoning(blocks, (), None)
 
@@ -161,7 +161,7 @@ def test_a_signed_text_shows_that_the_model_reasoned() -> None:
 def test_further_choices_are_kept_streamed_or_not() -> None:
     other = {"index": 1, "message": {"role": "assistant", "content": "Or so."}}
     other |= {"finish_reason": "stop", "token_ids": [9, 9]}
-    reply = whole({**CHAT, "choices": [*CHAT["choices"], other]})
+    reply = read_whole({**CHAT, "choices": [*CHAT["choices"], other]})
     assert reply.extra is not None
     assert reply.extra["choices"] == [other]
     of_other = [
@@ -171,7 +171,7 @@ def test_further_choices_are_kept_streamed_or_not() -> None:
     streamed = chat(*CHUNKS[:3], *(part(choices=[one]) for one in of_other), *CHUNKS[3:])
     assert streamed == reply
     odd: tuple[Any, ...] = ("1", [1], {"a": 1}, 1.5)
-    assert chat(*(part(choices=[{"index": n, "delta": {}}]) for n in odd), *CHUNKS) == whole()
+    assert chat(*(part(choices=[{"index": n, "delta": {}}]) for n in odd), *CHUNKS) == read_whole()
 
 
 def test_a_plain_reply_has_nothing_more() -> None:
@@ -182,7 +182,7 @@ def test_a_plain_reply_has_nothing_more() -> None:
     choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
     details = {"cached_tokens": 0, "audio_tokens": 0}
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": details}
-    reply = whole({"id": "r", "choices": [choice], "usage": usage, "system_fingerprint": ""})
+    reply = read_whole({"id": "r", "choices": [choice], "usage": usage, "system_fingerprint": ""})
     assert reply.extra is None
     assert reply.message.keys() == {"role", "content", "tool_calls"}
     assert reply.message["tool_calls"][0].keys() == {"id", "type", "function"}
@@ -229,7 +229,7 @@ def test_a_call_streamed_in_many_parts_keeps_its_signature() -> None:
 
 
 def test_a_call_shown_in_short_keeps_its_signature() -> None:
-    message = whole().message
+    message = read_whole().message
     message["tool_calls"][0]["function"]["arguments"] = json.dumps({"text": "x" * 5000})
     later = Message(role="assistant", content="Later.")
     view = compact([message, *[later] * 9], after=1)
@@ -240,7 +240,7 @@ def test_a_call_shown_in_short_keeps_its_signature() -> None:
 
 
 def test_other_dialects_are_not_sent_fields_of_this_one() -> None:
-    message = whole().message
+    message = read_whole().message
     sent = [openai_responses.to_api_items([message]), anthropic_messages.to_api_messages([message])]
     assert "extra_content" not in json.dumps(sent)
     assert "strict" not in json.dumps(sent)
@@ -251,7 +251,7 @@ def test_the_text_protocol_keeps_what_it_does_not_send() -> None:
     choice = {"message": {**plain, "reasoning": "Hm."}, "finish_reason": "stop"}
     tools = [{"function": {"name": "f"}}]
     request = Request([Message(role="user", content="Go.")], tools)
-    reply = read_completion(whole({**CHAT, "choices": [choice], "usage": None}), request)
+    reply = read_completion(read_whole({**CHAT, "choices": [choice], "usage": None}), request)
     assert reply.message["content"] == "4"
     assert reply.extra is not None
     assert reply.extra["reply"]["system_fingerprint"] == "fp_1"
@@ -431,12 +431,12 @@ def test_a_resumed_run_and_its_forks_send_back_what_came(tmp_path: Path) -> None
         given = {"base_url": f"{root}/v1", "run_name": "b", "at_turn": 1, "n": 1}
         done = run(tmp_path, "fork", "trajectories/r", **given)
         assert done.returncode == 0, done.stderr
-    signed = to_api(whole().message)
+    signed = to_api(read_whole().message)
     assert requests[-1]["messages"][1] == requests[before]["messages"][1] == signed
     for name in ("r", "b"):
         record = lines(tmp_path / "trajectories" / name / "records.jsonl")[0]
-        assert record["messages"][1] == whole().message
-        assert record["turns"][0]["extra"] == whole().extra
+        assert record["messages"][1] == read_whole().message
+        assert record["turns"][0]["extra"] == read_whole().extra
         assert "thought_signature" not in (tmp_path / "trajectories" / f"{name}.jsonl").read_text()
 
 

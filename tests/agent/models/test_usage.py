@@ -24,13 +24,13 @@ BASE = {"prompt_tokens": 1000, "completion_tokens": 10, "total_tokens": 1010}
 RESPONSES_BASE = {"input_tokens": 1000, "output_tokens": 10, "total_tokens": 1010}
 
 
-def whole(api: str, usage: Any, **more: Any) -> Completion:
+def read_whole(api: str, usage: Any, **more: Any) -> Completion:
     """The completion of a reply in one piece with this usage."""
     body = SAMPLES[api].whole("Yes.", "{}") | {"usage": usage} | more
     return read_reply(api, json.dumps(body).encode())
 
 
-def streamed(api: str, usage: Any) -> Completion:
+def read_stream(api: str, usage: Any) -> Completion:
     """The completion of a stream whose last event has this usage."""
     events = SAMPLES[api].events(["Ye", "s."])
     if api == RESPONSES:
@@ -247,7 +247,7 @@ USAGES: list[tuple[str, str, Any, tuple[int | None, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("read", [whole, streamed])
+@pytest.mark.parametrize("read", [read_whole, read_stream])
 @pytest.mark.parametrize(
     ("api", "usage", "right"), [one[1:] for one in USAGES], ids=[one[0] for one in USAGES]
 )
@@ -279,7 +279,7 @@ def test_gemini_counts_all_of_its_total(usage: Any, right: Any) -> None:
     assert kept == (None if usage.get("toolUsePromptTokenCount") else usage)
 
 
-@pytest.mark.parametrize("read", [whole, streamed])
+@pytest.mark.parametrize("read", [read_whole, read_stream])
 def test_the_record_keeps_counts_as_they_came_where_its_own_say_something_else(read: Any) -> None:
     usage = {
         "prompt_tokens": 32,
@@ -398,7 +398,7 @@ COSTS: list[tuple[str, Any, float | None]] = [
 ]
 
 
-@pytest.mark.parametrize("read", [whole, streamed])
+@pytest.mark.parametrize("read", [read_whole, read_stream])
 @pytest.mark.parametrize("api", [CHAT, RESPONSES, MESSAGES])
 @pytest.mark.parametrize(("said", "right"), [one[1:] for one in COSTS], ids=[c[0] for c in COSTS])
 def test_costs_in_the_spellings_of_servers(
@@ -431,7 +431,7 @@ LITELLM_HOUR = {
 }
 
 
-@pytest.mark.parametrize("read", [whole, streamed])
+@pytest.mark.parametrize("read", [read_whole, read_stream])
 @pytest.mark.parametrize(("api", "usage"), [(MESSAGES, HOUR), (CHAT, LITELLM_HOUR)])
 def test_what_is_cached_for_an_hour_costs_twice_the_input(read: Any, api: str, usage: Any) -> None:
     completion = read(api, usage)
@@ -448,10 +448,10 @@ def test_what_is_cached_for_an_hour_costs_twice_the_input(read: Any, api: str, u
 def test_an_hour_of_a_long_request_costs_twice_its_own_input() -> None:
     """Beyond 200,000 tokens the table has a higher price for all input of this model."""
     usage = {"input_tokens": 0, "output_tokens": 0, "cache_creation_input_tokens": 300_000}
-    for_an_hour = whole(
+    for_an_hour = read_whole(
         MESSAGES, {**usage, "cache_creation": {"ephemeral_1h_input_tokens": 300_000}}
     )
-    fresh = whole(MESSAGES, {"input_tokens": 300_000, "output_tokens": 0})
+    fresh = read_whole(MESSAGES, {"input_tokens": 300_000, "output_tokens": 0})
     one, other = price(for_an_hour, CLAUDE), price(fresh, CLAUDE)
     assert one is not None
     assert other is not None
@@ -504,7 +504,7 @@ USAGE = st.builds(
 def test_any_usage_is_counts_or_unknown_and_the_output_is_never_less_than_said(
     api: str, usage: Any
 ) -> None:
-    completion = whole(api, usage)
+    completion = read_whole(api, usage)
     assert all(count is None or count >= 0 for count in counts(completion))
     for name in ("completion_tokens", "output_tokens"):
         said = usage.get(name)

@@ -44,7 +44,7 @@ _SAMPLE = re.compile(r"\[sample (\d+)\]")
 _SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ru", "sa", "tu", "vé", "wy")
 
 
-def made(folder: Path, *, prompts: int = 12) -> Path:
+def make_sample_run(folder: Path, *, prompts: int = 12) -> Path:
     """Make the run `sample` in an empty folder; gives its directory."""
     rows = [
         {
@@ -195,7 +195,7 @@ def _handler_of(endpoint: _Endpoint) -> type[BaseHTTPRequestHandler]:
 def main(folder: Path, prompts: int) -> None:
     """Make the run, and say where it is."""
     folder.mkdir(parents=True, exist_ok=True)
-    click.echo(made(folder, prompts=prompts))
+    click.echo(make_sample_run(folder, prompts=prompts))
 
 
 if __name__ == "__main__":
