@@ -23,10 +23,12 @@ from batch_trajectories.dataset.row_conversation import (
     add_row_user,
     chat_column,
     flatten_prompt,
+    messages_before_user,
     opening_messages,
     read_expected,
     read_texts,
     read_user_turns,
+    user_writes_first,
 )
 from batch_trajectories.records.checks import EXPECTED, expected_column
 
@@ -54,6 +56,7 @@ class RowTask(NamedTuple):
     """The first messages and the options of a row's conversation."""
 
     opening: list[Message]
+    """The last one is the user's, unless a simulated user writes it."""
     spec: ConversationSpec
     image: ImageSpec | None
     """The container image for its commands, if the run reads this column."""
@@ -120,7 +123,10 @@ class RowRules:
     def read(self, columns: Mapping[str, Any]) -> RowTask:
         """Read a row. Raises `ValueError` with the reason if the row cannot be used."""
         # First, since a row that a rows file could not make has only the reason.
-        opening = opening_messages(columns, self.system_prompt)
+        by_user = user_writes_first(columns, self.options)
+        opening = (messages_before_user if by_user else opening_messages)(
+            columns, self.system_prompt
+        )
         options = self._read_options(columns)
         self._check_model(columns)
         self._check_script(columns)
@@ -271,6 +277,11 @@ def _row_agent(
         )
     if not agent.continues and columns.get(TURNS_COLUMN):
         raise ValueError(f"`{TURNS_COLUMN}`: {agent.why_one_message}")
+    if not opening or opening[-1]["role"] != "user":
+        raise ValueError(
+            f"`{USER_COLUMN}.writes_first`: an agent that runs as a command begins with the row's "
+            "`prompt`"
+        )
     if len(opening) > 1:
         roles = [message["role"] for message in opening]
         raise ValueError(
