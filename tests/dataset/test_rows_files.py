@@ -102,7 +102,7 @@ class TestPresets:
         assert check.tests is not None
 
     def test_there_is_a_row_for_each_preset(self) -> None:
-        assert presets("rows").keys() == {*ROWS, "harbor"}
+        assert presets("rows").keys() == {*ROWS, "harbor", "tau2"}
 
     def test_swe_bench_takes_the_image_that_a_row_names(self) -> None:
         row = load_rows_file("swe-bench").row({**ROWS["swe-bench"], "image_name": "own:1"})
@@ -198,6 +198,14 @@ class TestTemplates:
                 "1p\n2q\n",
             ),
             ("'{% for k, v in object|dictsort %}{{k}}{% endfor %}'", "0itemsname"),
+            # An object as the text of a file, which no quote or "<" changes.
+            ("{a.json: '{{markup|tojson}}'}", {"a.json": '{"a":["<b>&\'",1,null]}'}),
+            ("'{{list|tojson}} {{n|tojson}}{{path|tojson}}'", '["a b","c"] 7"a/b/c"'),
+            # A plain text has no members.
+            ("'{% if path.n %}a{% else %}{{path}}{% endif %}'", "a/b/c"),
+            ("['{{path.n?}}', '{{path.n or n}}']", [7]),
+            ("{first_of: ['{{path.n}}', '{{path}}']}", "a/b/c"),
+            ("{match: '{{n}}', cases: {'7': 1, '8': {refuse: no}}}", 1),
         ],
     )
     def test_values_are_filled_in(self, tmp_path: Path, template: str, value: Any) -> None:
@@ -213,6 +221,7 @@ class TestTemplates:
             "7": "seven",
             "self": "me",
             "json": '["p", "q"]',
+            "markup": {"a": ["<b>&'", 1, None]},
         }
         assert load_columns(tmp_path, f"made: {template}", row) == {"made": value}
 
@@ -236,7 +245,12 @@ class TestTemplates:
             ("'{{ {\"a\": [1, gone]} }}'", "columns.made: Type is not JSON serializable: Mis"),
             ("'{{bad < 1}}'", "columns.made: '<' not supported between"),
             ("'{{1e999 + 1}}'", "columns.made: name 'inf' is not defined"),
-            ("'{{id.__class__}}'", "columns.made: not JSON"),
+            ("'{{id.__class__}}'", "columns.made: the text 'a' has no `__class__` in"),
+            ("'{% if bad.member %}a{% endif %}'", "columns.made: not JSON: "),
+            ("'{{bad.member?}}'", "columns.made: not JSON: "),
+            ("'{{gone|tojson}}'", "columns.made: the row has no `gone`"),
+            ("{refuse: 'no {{id}} here'}", "mine.yaml:2: columns.made: no a here"),
+            ("{first_of: [{refuse: 'no {{id}} here'}, 'x']}", "first_of[0]: no a here"),
             ("'{{list.__class__.__mro__}}'", "the row has no `__class__` in '{{list.__c"),
             ("'{% for a in l %}{{long}}{% endfor %}'", "columns.made: gives more than 67,108,864"),
             ("'{{long|replace(\"x\", long)}}'", "columns.made: gives more than 67,108,864 char"),
