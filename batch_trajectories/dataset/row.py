@@ -119,11 +119,15 @@ class RowRules:
     """The variables of this machine that rows may name."""
     agent: CommandAgent | None = None
     """The command that holds the conversations; None for the loop of this program."""
+    is_audit: bool = False
+    """Whether tasks are only judged: simulated users have no part then, and need no model."""
 
     def read(self, columns: Mapping[str, Any]) -> RowTask:
         """Read a row. Raises `ValueError` with the reason if the row cannot be used."""
         # First, since a row that a rows file could not make has only the reason.
         by_user = user_writes_first(columns, self.options)
+        if self.is_audit and "prompt" in columns:
+            by_user = False  # a conversation that is judged again stands under any prompt
         opening = (messages_before_user if by_user else opening_messages)(
             columns, self.system_prompt
         )
@@ -164,7 +168,9 @@ class RowRules:
 
     def _read_options(self, columns: Mapping[str, Any]) -> AgentOptions:
         options = row_options(self.options, columns)
-        if options.simulated_user is not None or columns.get(USER_COLUMN) is not None:
+        if self.is_audit:
+            options = options.model_copy(update={"simulated_user": None})
+        elif options.simulated_user is not None or columns.get(USER_COLUMN) is not None:
             options = add_row_user(options, columns, toolsets=self.user_toolsets)
         if options.max_cost_usd is not None and not self.is_priced:
             raise ValueError("`max_cost_usd` needs a model whose price is known")

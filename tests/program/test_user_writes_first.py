@@ -104,6 +104,33 @@ def test_calls_before_the_first_message_are_beside_it(tmp_path: Path) -> None:
     assert "its simulated user called tools before that turn" in refused.stdout + refused.stderr
 
 
+@pytest.mark.parametrize("has_id", [True, False])
+def test_a_check_of_other_rows_judges_its_conversations_again(tmp_path: Path, has_id: bool) -> None:
+    row = {**ROW, "check": "grep -q 7 n.txt"}
+    if not has_id:
+        del row["id"]
+    write_rows(tmp_path / "p.jsonl", row)
+    given: dict[str, Any] = {**SCRIPTED, "sandbox": "local", "simulated_user": FIRST}
+    done = run(tmp_path, "--row_setup", **given, keep_workspaces=10)
+    assert "passed 1 (100.0%)" in done.stdout + done.stderr
+    write_rows(tmp_path / "new.jsonl", {**row, "check": "grep -q 8 n.txt"})
+    checked = run(tmp_path, "check", "r", dataset_file="new.jsonl")
+    assert "passed -> not passed" in checked.stdout, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize("more", [{"writes_first": True}, {}])
+def test_tasks_are_audited_without_a_model_of_their_user(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    prompt = {} if more else {"prompt": "Hi."}
+    user = {"system_prompt": "You are Ann.", **more}
+    row = {"id": "a", **prompt, "files": {"n.txt": "7"}, "check": "grep -q 7 n.txt"}
+    write_rows(tmp_path / "p.jsonl", {**row, "simulated_user": user})
+    given = {"dataset_file": "p.jsonl", "sandbox": "local", "run_name": "audit"}
+    audited = run(tmp_path, "check_tasks", "--row_setup", **given)
+    assert "passes_untouched" in audited.stdout, audited.stdout + audited.stderr
+
+
 def test_an_agent_that_is_a_command_begins_with_a_prompt(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", ROW)
     refused = run(
