@@ -143,7 +143,7 @@ class SimulatedUser(BaseModel):
     """
     system_prompt: str = ""
     """A description of the user and of their goal."""
-    stop: str = Field("###STOP###", min_length=1)
+    stop: str = Field(default="###STOP###", min_length=1)
     """The text that it writes to end the conversation."""
     max_turns: PositiveInt = 10
     """Maximum messages that it writes."""

@@ -18,6 +18,7 @@ from agent.models.model import Completion, Request
 from agent.models.scripted import ScriptedModel, parse_script
 from agent.options import AgentOptions, SimulatedUser
 from batch_trajectories.dataset.row import RowRules
+from run_agent import AIAgent
 from tests.helpers.playing import OPENING, Played, call, calls, play, say
 
 ANN = {"system_prompt": "You are Ann. You want tea.", "stop": "STOP"}
@@ -400,11 +401,17 @@ def test_where_a_user_cannot_write_first_is_named() -> None:
         RowRules().read({"simulated_user": FIRST})
     with pytest.raises(ValueError, match="together with preparation"):
         AgentOptions(preparation="Look.", simulated_user=SimulatedUser(writes_first=True))
+    with pytest.raises(ValueError, match="a session begins with your prompt"):
+        AIAgent(
+            "scripted", script=[say("Hi.")], simulated_user={**FIRST, "script": [say("x")]}
+        ).chat("Hello.")
     agent = CommandAgent(
         name="a",
         command=("agent", "{prompt}"),
         continues=("agent", "-c", "{prompt}"),
         speaks=("openai_chat",),
     )
-    with pytest.raises(ValueError, match=r"`simulated_user\.writes_first`: an agent that runs as a"):
+    with pytest.raises(
+        ValueError, match=r"`simulated_user\.writes_first`: an agent that runs as a"
+    ):
         RowRules(agent=agent, options=RULES.options).read({"simulated_user": FIRST})

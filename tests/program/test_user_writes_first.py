@@ -27,16 +27,13 @@ FIRST = '{"model": "scripted", "writes_first": true}'
 
 
 def test_a_row_begins_with_the_users_message_as_with_a_prompt(tmp_path: Path) -> None:
-    """The training rows are those of the same conversation with a prompt, byte for byte."""
+    """The training rows have the messages of the same conversation with a prompt."""
     given = {**ROW, "prompt": "What is it?", "simulated_user": {**USER, "script": LATER}}
     write_rows(tmp_path / "p.jsonl", given)
-    for name, more in {"r": {"simulated_user": '{"model": "scripted"}'}, "first": {}}.items():
-        done = run(
-            tmp_path,
-            "--check_expected",
-            **{**SCRIPTED, "run_name": name, "system_prompt": "Be brief."},
-            **{"sandbox": "local", "simulated_user": FIRST, **more},
-        )
+    options: dict[str, Any] = {**SCRIPTED, "sandbox": "local", "system_prompt": "Be brief."}
+    for name, user in {"r": '{"model": "scripted"}', "first": FIRST}.items():
+        options |= {"run_name": name, "simulated_user": user}
+        done = run(tmp_path, "--check_expected", **options)
         assert done.returncode == 0, done.stderr
         exported = run(tmp_path, "export", name, "--format=openai", f"--output={name}-rows")
         assert exported.returncode == 0, exported.stderr
@@ -79,10 +76,11 @@ def test_a_dry_run_asks_no_user(tmp_path: Path) -> None:
 
 def test_a_conversation_without_a_first_message_is_in_no_row(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {**ROW, "simulated_user": {**USER, "script": [say(STOP)]}})
-    done = run(tmp_path, **SCRIPTED, simulated_user=FIRST)
+    done = run(tmp_path, **SCRIPTED, simulated_user=FIRST, system_prompt="Be brief.")
     assert done.returncode == 0, done.stderr
     (record,) = lines(tmp_path / "trajectories/r/records.jsonl")
-    assert (record["status"], record["messages"]) == ("errors", [])
+    assert [m["role"] for m in record["messages"]] == ["system"]
+    assert record["status"] == "errors"
     assert record["status_reason"] == f"the simulated user wrote {STOP} in place of a first message"
     exported = run(tmp_path, "export", "r", "--format=prompts")
     assert "no_reply" in exported.stderr
@@ -126,7 +124,7 @@ def test_tasks_are_audited_without_a_model_of_their_user(
     user = {"system_prompt": "You are Ann.", **more}
     row = {"id": "a", **prompt, "files": {"n.txt": "7"}, "check": "grep -q 7 n.txt"}
     write_rows(tmp_path / "p.jsonl", {**row, "simulated_user": user})
-    given = {"dataset_file": "p.jsonl", "sandbox": "local", "run_name": "audit"}
+    given: dict[str, Any] = {"dataset_file": "p.jsonl", "sandbox": "local", "run_name": "audit"}
     audited = run(tmp_path, "check_tasks", "--row_setup", **given)
     assert "passes_untouched" in audited.stdout, audited.stdout + audited.stderr
 
