@@ -14,6 +14,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    StrictBool,
     ValidationError,
     model_validator,
 )
@@ -147,7 +148,7 @@ class SimulatedUser(BaseModel):
     """The text that it writes to end the conversation."""
     max_turns: PositiveInt = 10
     """Maximum messages that it writes."""
-    writes_first: bool = False
+    writes_first: StrictBool = False
     """It also writes the first message, so that rows need no prompt."""
     enabled_toolsets: tuple[str, ...] = ("none",)
     """The toolsets of the user, who works in the agent's workspace.

@@ -249,6 +249,7 @@ def test_a_row_that_cannot_be_used_is_named(row: dict[str, Any], message: str) -
         ({"simulated_user": {**ANN, "model": "openai:n"}}, "sets its model"),
         ({"simulated_user": {**ANN, "words": 3}}, "simulated_user.words"),
         ({"simulated_user": {**ANN, "max_turns": 0}}, "simulated_user.max_turns"),
+        ({"simulated_user": {**ANN, "writes_first": "yes"}}, "simulated_user.writes_first"),
         ({"simulated_user": {**ANN, "script": [{"text": "x"}]}}, "`simulated_user`: script"),
         ({"simulated_user": ANN, "user_turns": ["a"]}, "`user_turns` does not go together"),
         ({"simulated_user": ANN, "agent_options": {"completion_tools": True}}, "together"),
