@@ -14,6 +14,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    StrictBool,
     ValidationError,
     model_validator,
 )
@@ -132,7 +133,7 @@ class Subagent(BaseModel):
 
 
 class SimulatedUser(BaseModel):
-    """A model that plays the user, after the first message."""
+    """A model that plays the user, after the first message or from it on."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
@@ -143,10 +144,12 @@ class SimulatedUser(BaseModel):
     """
     system_prompt: str = ""
     """A description of the user and of their goal."""
-    stop: str = Field("###STOP###", min_length=1)
+    stop: str = Field(default="###STOP###", min_length=1)
     """The text that it writes to end the conversation."""
     max_turns: PositiveInt = 10
     """Maximum messages that it writes."""
+    writes_first: StrictBool = False
+    """It also writes the first message, so that rows need no prompt."""
     enabled_toolsets: tuple[str, ...] = ("none",)
     """The toolsets of the user, who works in the agent's workspace.
 
@@ -352,6 +355,11 @@ class AgentOptions(BaseModel):
         if self.simulated_user is not None and (self.completion_tools or self.text_protocol):
             raise ValueError(
                 "simulated_user does not go together with completion_tools or text_protocol"
+            )
+        if self.preparation and self.simulated_user and self.simulated_user.writes_first:
+            raise ValueError(
+                "simulated_user.writes_first does not go together with preparation, which reads "
+                "the prompt before the conversation begins"
             )
         return self
 

@@ -6,7 +6,7 @@ Workers, `AIAgent` and subagents all use it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from agent.loop.loop import run_agent
@@ -37,7 +37,13 @@ from agent.messages.message import (
 )
 from agent.models.conversation_id import inner_conversation_id
 from agent.models.model import Model, StreamHandler, guard_handler
-from agent.options import MAX_COUNT, AgentOptions, Subagent, inherit_options
+from agent.options import (
+    MAX_COUNT,
+    AgentOptions,
+    SimulatedUser,
+    Subagent,
+    inherit_options,
+)
 from agent.setup import AgentServices
 from agent.state.events import Clock, continued_event, result_event
 from agent.state.trajectory import SHARED_LIMITS, Journal, Trajectory
@@ -96,6 +102,11 @@ class ConversationRunner:
                 has_start_events=self.has_start_events,
                 rebuild=self.rebuild,
             )
+        user = spec.options.simulated_user
+        if user is not None and user.writes_first and not self.trajectory.is_reopened:
+            end = await self._begin_with_user(user)
+            if end is not None:
+                return end
         if spec.options.preparation and not self._is_prepared():
             end = await self._prepare(spec.options.preparation)
             if end is not None:
@@ -222,13 +233,34 @@ class ConversationRunner:
         written = self.trajectory.count_notes(USER_TURN)
         with_tools = bool(self.services.user_toolbox(user).schemas)
         seen = build_user_view(user, self.trajectory, with_tools=with_tools)
-        return await self.ask_user(user_key(written + 1), seen, written)
+        before = range(0 if user.writes_first else 1, written + 1)
+        return await self.ask_user(user_key(written + 1), seen, before)
 
-    async def ask_user(self, key: str, seen: Sequence[Message], written: int) -> Finish | None:
+    async def _begin_with_user(self, user: SimulatedUser) -> Finish | None:
+        """Have the simulated user write the first message; returns an ending if it wrote none."""
+        from agent.loop.simulated_user import opening_view, user_message
+
+        with_tools = bool(self.services.user_toolbox(user).schemas)
+        seen = opening_view(user, with_tools=with_tools)
+        if end := await self.ask_user(user_key(0), seen, ()):
+            return end
+        text = user_message(self.trajectory, 0)
+        if not text or user.stop in text:
+            what = f"wrote {user.stop}" if text else "wrote nothing"
+            return Finish("errors", f"the simulated user {what} in place of a first message")
+        first = Message(role="user", content=text)
+        event = OpeningEvent(kind="opening", messages=[*self.trajectory.messages, first])
+        self.journal(event)
+        self.trajectory.apply(event)
+        return None
+
+    async def ask_user(
+        self, key: str, seen: Sequence[Message], before: Iterable[int]
+    ) -> Finish | None:
         """Have the simulated user write a message as the inner conversation `key`.
 
-        `seen` are the messages that it is shown, and `written` is how many messages it has written
-        before. Returns an ending if it wrote none.
+        `seen` are the messages that it is shown, and `before` are the numbers of the messages that
+        it has written before. Returns an ending if it wrote none.
         """
         from agent.loop.simulated_user import (
             SimulatedUserModel,
@@ -243,7 +275,7 @@ class ConversationRunner:
         opening = missing_instructions(seen, self.trajectory)
         options = inherit_options(self.spec.options, max_turns=min(max_calls + 1, MAX_COUNT))
         inner = self._open_inner(key, SIMULATED_USER, opening, options)
-        replies = count_replies(self.trajectory, written)
+        replies = count_replies(self.trajectory, before)
         model = self.services.user_model(user, inner.trajectory, replies) or self.model
         # The requests hold earlier calls of the user, too, and ids must be unique in a request.
         inner.trajectory.call_ids.update(
@@ -286,7 +318,7 @@ class ConversationRunner:
         texts = "\0".join(message["content"] for message in seen)
         digest = hashlib.sha256(texts.encode("utf-8", "replace")).hexdigest()[:12]
         key = f"{user_key(written + 1)}.{digest}"
-        if end := await self.ask_user(key, seen, written):
+        if end := await self.ask_user(key, seen, range(1, written + 1)):
             return end
         text = message_in(self.trajectory, key)
         return None if not text or user.stop in text else text

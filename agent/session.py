@@ -89,6 +89,11 @@ class AgentSession:
         session_id: str | None = None,
     ) -> None:
         """`history` is copied. Raises `ValueError` if no prompt can follow it."""
+        user = setup.options.simulated_user
+        if user is not None and user.writes_first:
+            raise ValueError(
+                "simulated_user.writes_first: a session begins with your prompt; leave it out"
+            )
         self.messages: list[Message] = complete_history(history)
         self._setup = setup
         self._id = session_id

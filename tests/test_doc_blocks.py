@@ -117,12 +117,12 @@ def test_all_languages_are_known() -> None:
 
 @of("json")
 def test_rows_can_be_pasted_into_a_file(block: Block) -> None:
-    """One object per line; those with a prompt are rows that a run reads."""
+    """One object per line; those with a prompt or a user are rows that a run reads."""
     user = AgentOptions.model_validate({"simulated_user": {}})
     for line in block.text.splitlines():
         row = json.loads(line)
         assert isinstance(row, dict), line
-        if "prompt" in row:
+        if "prompt" in row or "simulated_user" in row:
             options = user if "simulated_user" in row else AgentOptions()
             RowRules(script="allowed", with_setup=True, image="allowed", options=options).read(row)
         else:

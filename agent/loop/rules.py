@@ -302,7 +302,8 @@ def _step_after_answer(t: Trajectory, spec: ConversationSpec) -> NextStep:
 
     text = user_message(t, sent + 1)
     if not text:
-        return AskUser() if sent < user.max_turns else _check_answer(t, spec)
+        written = sent + user.writes_first
+        return AskUser() if written < user.max_turns else _check_answer(t, spec)
     if user.stop in text:
         return _check_answer(t, spec)
     return _send_user_message(t, spec.options, text)

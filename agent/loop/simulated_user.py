@@ -4,6 +4,7 @@ It sees what a user sees: messages and answers, but neither the calls nor the re
 agent. Each of its messages is an inner conversation "simulated_user#N": paid, journaled and resumed
 like others. It has one reply or, if the user has tools, replies with calls before it. Only the text
 of its last reply becomes a message; later messages are written with the earlier calls in view.
+Message N follows answer N of the agent. With `writes_first`, message 0 takes the place of a prompt.
 
 Journal and record hold its replies and results and, once, its instructions. They do not hold the
 messages that it saw: these follow from the conversation, and copies would grow with the square of
@@ -13,7 +14,7 @@ its length.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from agent.messages.message import (
@@ -36,7 +37,10 @@ The simulator answers as `assistant`, so a message of the other role has to come
 
 
 def user_message(t: Trajectory, number: int) -> str:
-    """Message `number` (from 1) of the simulated user; "" if it is missing, or was cut."""
+    """Message `number` of the simulated user; "" if it is missing, or was cut.
+
+    Message 0 is the first message of a conversation without a prompt.
+    """
     return message_in(t, user_key(number))
 
 
@@ -87,10 +91,10 @@ def calls_of_message(t: Trajectory, number: int) -> list[Message]:
     return messages[:end]
 
 
-def count_replies(t: Trajectory, written: int) -> int:
-    """The number of replies in which the user wrote its first `written` messages."""
+def count_replies(t: Trajectory, numbers: Iterable[int]) -> int:
+    """The number of replies in which the user wrote the messages with these numbers."""
     # A branch has messages of its parent without their replies.
-    inner = (t.inner.get(user_key(number)) for number in range(1, written + 1))
+    inner = (t.inner.get(user_key(number)) for number in numbers)
     return sum(1 if one is None else max(1, one.trajectory.turns) for one in inner)
 
 
@@ -139,6 +143,7 @@ def build_user_view(
         if message["role"] == "assistant" and not message.get("tool_calls"):
             say("user", split_inline_reasoning(message["content"]).rest)
         elif message["role"] == "user" and n < t.opening_length:
+            seen += calls_of_message(t, 0)
             say("assistant", message["content"])
         elif message["role"] == "user" and texts and message["content"].startswith(texts[0]):
             written += 1

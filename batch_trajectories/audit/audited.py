@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+from agent.options import SimulatedUser
 from batch_trajectories.config.run_config import RunConfig
 
 # The steps of an audit by the number of the sample: more repetitions only add samples.
@@ -106,6 +107,7 @@ def make_config_without_model(config: RunConfig, **changes: Any) -> RunConfig:
     taken = {
         name: getattr(config, name) for name in SHARED_OPTIONS if name in config.model_fields_set
     }
+    user = config.simulated_user
     return RunConfig.model_construct(
         **{
             name: taken.get(name, field.get_default(call_default_factory=True))
@@ -116,6 +118,10 @@ def make_config_without_model(config: RunConfig, **changes: Any) -> RunConfig:
             "audit": True,
             "row_setup": True,
             "enabled_toolsets": ("none",),
+            # Rows without a prompt can be used as in the run.
+            "simulated_user": SimulatedUser(writes_first=True)
+            if user is not None and user.writes_first
+            else None,
             "max_attempts": 1,  # a repetition is a step of its own
         }
         | changes

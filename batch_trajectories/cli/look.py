@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -86,15 +87,23 @@ def _shown_and_kind(given: tuple[str, ...]) -> tuple[int, str | None]:
 def _describe_row(
     source: Path, lines: list[bytes], *, shown: int, columns: str | None, kind: str | None
 ) -> str:
+    from agent.options import AgentOptions, SimulatedUser
     from batch_trajectories.basics import exact_json
     from batch_trajectories.basics.text import clip, first_few, plural
     from batch_trajectories.dataset.lines import columns_in
     from batch_trajectories.dataset.row import RowRules
-    from batch_trajectories.dataset.row_conversation import columns_beside, json_type, usual_prompt
+    from batch_trajectories.dataset.row_conversation import (
+        USER_COLUMN,
+        columns_beside,
+        json_type,
+        usual_prompt,
+    )
 
     rules = RowRules()
     if kind is not None:
         rules = RowRules(with_setup=True, image="allowed", inside=True, check_in="fresh")
+    with_user = replace(rules, options=AgentOptions(simulated_user=SimulatedUser()))
+    users = 0
     kinds: dict[str, Counter[str]] = {}
     reasons = Counter[str]()
     first_places: dict[str, str] = {}
@@ -111,7 +120,11 @@ def _describe_row(
         for name, value in row.items():
             kinds.setdefault(name, Counter())[json_type(value)] += 1
         try:
-            rules.read(row)
+            if row.get(USER_COLUMN) is None:
+                rules.read(row)
+            else:
+                with_user.read(row)
+                users += 1
         except ValueError as error:
             place, why = _split_place(str(error))
             reasons[why] += 1
@@ -157,7 +170,12 @@ def _describe_row(
         columns = f"prompt={proposed.most_common(1)[0][0]}"
     elif not usable:
         return "\n".join(description)
-    options = {"--dataset_file": str(source), "--rows": kind, "--columns": columns}
+    options = {
+        "--dataset_file": str(source),
+        "--rows": kind,
+        "--columns": columns,
+        "--simulated_user": "{}" if users else None,
+    }
     given = (f"{name}={shlex.quote(value)}" for name, value in options.items() if value)
     description.append(f"To run it: {' '.join(given)}")
     return "\n".join(description)

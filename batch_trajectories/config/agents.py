@@ -90,7 +90,12 @@ def resolve_programs(loaded: Mapping[str, Any], directory: Path) -> dict[str, An
 
 
 def check_user(agent: CommandAgent, user: SimulatedUser) -> None:
-    """Raise `ValueError` if the user has tools, which it cannot have beside `agent`."""
+    """Raise `ValueError` if the user has tools or writes first, which `agent` does not allow."""
+    if user.writes_first:
+        raise ValueError(
+            f"simulated_user.writes_first: agent {agent.name!r} runs as a command, which begins "
+            "with the row's `prompt`; leave writes_first out, or run without --agent"
+        )
     if set(user.enabled_toolsets) - {NONE}:
         raise ValueError(
             f"simulated_user.enabled_toolsets: agent {agent.name!r} runs as a command. After a "

@@ -630,6 +630,7 @@ class RunConfig(AgentOptions):
             check_in=self.check_in,
             check_network=self.check_network,
             variables=frozenset(self.env_from),
+            is_audit=self.audit,
         )
 
     @property

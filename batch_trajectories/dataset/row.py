@@ -23,10 +23,12 @@ from batch_trajectories.dataset.row_conversation import (
     add_row_user,
     chat_column,
     flatten_prompt,
+    messages_before_user,
     opening_messages,
     read_expected,
     read_texts,
     read_user_turns,
+    user_writes_first,
 )
 from batch_trajectories.records.checks import EXPECTED, expected_column
 
@@ -54,6 +56,7 @@ class RowTask(NamedTuple):
     """The first messages and the options of a row's conversation."""
 
     opening: list[Message]
+    """The last one is the user's, unless a simulated user writes it."""
     spec: ConversationSpec
     image: ImageSpec | None
     """The container image for its commands, if the run reads this column."""
@@ -116,11 +119,18 @@ class RowRules:
     """The variables of this machine that rows may name."""
     agent: CommandAgent | None = None
     """The command that holds the conversations; None for the loop of this program."""
+    is_audit: bool = False
+    """Whether tasks are only judged: simulated users have no part then, and need no model."""
 
     def read(self, columns: Mapping[str, Any]) -> RowTask:
         """Read a row. Raises `ValueError` with the reason if the row cannot be used."""
         # First, since a row that a rows file could not make has only the reason.
-        opening = opening_messages(columns, self.system_prompt)
+        by_user = user_writes_first(columns, self.options)
+        if self.is_audit and "prompt" in columns:
+            by_user = False  # a conversation that is judged again stands under any prompt
+        opening = (messages_before_user if by_user else opening_messages)(
+            columns, self.system_prompt
+        )
         options = self._read_options(columns)
         self._check_model(columns)
         self._check_script(columns)
@@ -158,7 +168,9 @@ class RowRules:
 
     def _read_options(self, columns: Mapping[str, Any]) -> AgentOptions:
         options = row_options(self.options, columns)
-        if options.simulated_user is not None or columns.get(USER_COLUMN) is not None:
+        if self.is_audit:
+            options = options.model_copy(update={"simulated_user": None})
+        elif options.simulated_user is not None or columns.get(USER_COLUMN) is not None:
             options = add_row_user(options, columns, toolsets=self.user_toolsets)
         if options.max_cost_usd is not None and not self.is_priced:
             raise ValueError("`max_cost_usd` needs a model whose price is known")
@@ -271,6 +283,11 @@ def _row_agent(
         )
     if not agent.continues and columns.get(TURNS_COLUMN):
         raise ValueError(f"`{TURNS_COLUMN}`: {agent.why_one_message}")
+    if not opening or opening[-1]["role"] != "user":
+        raise ValueError(
+            f"`{USER_COLUMN}.writes_first`: an agent that runs as a command begins with the row's "
+            "`prompt`"
+        )
     if len(opening) > 1:
         roles = [message["role"] for message in opening]
         raise ValueError(

@@ -72,6 +72,42 @@ USUAL_BESIDE = frozenset(
 _ROLES = {"human": "user", "user": "user", "system": "system"}
 
 
+def user_writes_first(columns: Mapping[str, Any], options: AgentOptions) -> bool:
+    """Whether a simulated user writes the first message of a row's conversation.
+
+    `options` are those of the run.
+    """
+    row_user = columns.get(USER_COLUMN)
+    if isinstance(row_user, dict) and "writes_first" in row_user:
+        return row_user["writes_first"] is True
+    user = options.simulated_user
+    return user is not None and user.writes_first and columns.get(TURNS_COLUMN) is None
+
+
+def messages_before_user(columns: Mapping[str, Any], system_prompt: str | None) -> list[Message]:
+    """The messages of a conversation whose first user message a simulated user writes.
+
+    They are at most a system message: that of the row's `prompt`, else `system_prompt`. Raises
+    `ValueError` if the row has a message of the user, too.
+    """
+    if isinstance(error := columns.get(ERROR_COLUMN), str):
+        raise ValueError(error)
+    column = chat_column(columns)
+    given = columns.get(column)
+    if given is None:
+        return [Message(role="system", content=system_prompt)] if system_prompt else []
+    messages = _prompt_messages(given) if isinstance(given, list) else []
+    if [message["role"] for message in messages] != ["system"]:
+        raise ValueError(
+            f"`{column}`: the simulated user writes the first message (writes_first), so it can "
+            f"only be a list with one system message; leave `{column}` out, or set "
+            f"{USER_COLUMN}.writes_first to false"
+        )
+    if not messages[0]["content"].strip():
+        raise ValueError(f"`{column}` has an empty message")
+    return messages
+
+
 def opening_messages(columns: Mapping[str, Any], system_prompt: str | None) -> list[Message]:
     """The first messages of a row's conversation.
 
@@ -125,11 +161,13 @@ def columns_beside(columns: Mapping[str, Any], prompt: str) -> list[str]:
 def unused_turns(columns: Mapping[str, Any]) -> int | None:
     """Number of user turns of a row that are not sent; None if no message follows the first.
 
-    The row must be one that `opening_messages` accepts.
+    The row must be one that `RowRules.read` accepts.
     """
-    if "prompt" in columns:
+    if not isinstance(columns.get(column := chat_column(columns)), list) or column == "prompt":
         return None
-    roles = [_role(item) for item in columns[chat_column(columns)]]
+    roles = [_role(item) for item in columns[column]]
+    if "user" not in roles:
+        return None
     unused = roles[roles.index("user") + 1 :]
     return unused.count("user") if unused else None
 
@@ -276,6 +314,8 @@ def add_row_user(
             raise ValueError(mistakes_in(error)[0].describe(USER_COLUMN)) from error
         if toolsets is not None and "enabled_toolsets" in row_user:
             _check_user_toolsets(user.enabled_toolsets, toolsets)
+    if user.writes_first and options.preparation:
+        raise ValueError(f"`{USER_COLUMN}.writes_first` does not go together with preparation")
     if not user.system_prompt.strip():
         raise ValueError(
             f"`{USER_COLUMN}.system_prompt`: missing; it says who the user is and what they want"

@@ -39,11 +39,12 @@ from batch_trajectories.dataset.scan import ID_COLUMNS
 #
 # Texts are Jinja2; their variables are the columns, and `row` is all of them. A text that is one
 # expression, `{{column}}`, is replaced by its value, which may be a list or an object. A value that
-# contains `omit` is left out; `{{column?}}` is short for `{{column|default(omit)}}`. Two objects
+# contains `omit` is left out; `{{column?}}` is short for `{{column|default(omit)}}`. Three objects
 # have a meaning:
 #
 # - {first_of: [VALUE, ...]}: the first value whose columns the row has;
-# - {match: TEXT, cases: {TEXT: VALUE}, default: VALUE}: the value of the case that is the text.
+# - {match: TEXT, cases: {TEXT: VALUE}, default: VALUE}: the value of the case that is the text;
+# - {refuse: TEXT}: no value; the row is refused, and TEXT is the reason.
 #
 # Nothing in a row is read as a template. Templates cannot call, define or multiply anything, nor
 # nest loops, so each ends, and none reaches beyond its row.
@@ -91,7 +92,7 @@ class MissingColumn(StrictUndefined):
 
     @property
     def _undefined_message(self) -> str:
-        return f"the row has no `{self._undefined_name}`"
+        return self._undefined_hint or f"the row has no `{self._undefined_name}`"
 
 
 _OMIT = object()
@@ -120,7 +121,12 @@ def _to_text(value: Any) -> str:
         case bool() | int() | float():
             return exact_json.dumps(value).decode()
     _require_value(value)
-    raise ValueError("a list or an object is not text; use the filter lines or quote")
+    raise ValueError("a list or an object is not text; use the filter lines, quote or tojson")
+
+
+def _may_be_json(text: str) -> bool:
+    """Whether a text is JSON of an object or a list, perhaps with a mistake in it."""
+    return text.lstrip()[:1] in ("{", "[")
 
 
 def _parse_json(value: Any) -> Any:
@@ -131,6 +137,11 @@ def _parse_json(value: Any) -> Any:
         return exact_json.loads(value)
     except exact_json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from error
+
+
+def _to_json(value: Any) -> str:
+    _require_value(value)
+    return exact_json.dumps(value).decode()
 
 
 def _between(value: Any, begin: str, end: str) -> str:
@@ -163,6 +174,7 @@ _FILTERS: dict[str, tuple[int, Callable[..., Any]]] = {
     "after": (1, lambda value, mark: _to_text(value).rpartition(mark)[2]),
     "between": (2, _between),
     "json": (0, _parse_json),
+    "tojson": (0, _to_json),
     "lines": (0, lambda value: "".join(f"{item}\n" for item in _to_texts(value))),
     "quote": (0, lambda value: " ".join(map(shlex.quote, _to_texts(value)))),
 }
@@ -207,6 +219,9 @@ class _Environment(ImmutableSandboxedEnvironment):
     def getitem(self, obj: Any, argument: Any) -> Any:
         """A member of an object or list, which may be JSON text, as in CSV and Parquet."""
         value = None
+        if isinstance(obj, str) and not _may_be_json(obj):
+            hint = f"the text {clip(repr(obj), max_chars=50)} has no `{argument}`"
+            return self.undefined(hint=hint, name=argument)
         if isinstance(obj := _parse_json(obj), Undefined):
             return obj
         if isinstance(obj, Mapping):
@@ -304,6 +319,8 @@ class Template:
             if not isinstance(members.get("cases"), yaml.MappingNode):
                 raise TemplateError(f"{self._place}: match needs `cases`: a value for each text")
             return self._matching
+        if names == {"refuse"}:
+            return self._refuse
         return self._present
 
     def _scalar_filler(self, value: Any) -> Callable[[dict[str, Any]], Any]:
@@ -333,6 +350,9 @@ class Template:
             except (Absent, _MissingColumnError):
                 continue
         return last.value(variables)
+
+    def _refuse(self, variables: dict[str, Any]) -> Any:
+        raise ValueError(_to_text(self._parts["refuse"].value(variables)))
 
     def _matching(self, variables: dict[str, Any]) -> Any:
         text = _to_text(self._parts["match"].value(variables))

@@ -9,13 +9,16 @@ from itertools import islice
 
 from agent.gateway.command_agent import fill_placeholders
 from agent.loop.answers import describe_rule
+from agent.messages.message import Message, OpeningEvent
 from agent.models.client.pool import ModelPool
 from agent.models.model import Completion, Request
 from agent.runner import ConversationRunner
 from agent.setup import AgentServices
+from agent.state.trajectory import Trajectory
 from batch_trajectories.basics.text import clip, plural
 from batch_trajectories.config.models import setup_of_task
 from batch_trajectories.config.sandboxes import image_sandboxes
+from batch_trajectories.dataset.row import RowTask
 from batch_trajectories.dataset.row_conversation import unused_turns
 from batch_trajectories.dataset.scan import tasks
 from batch_trajectories.dataset.scan_cache import cached_keys
@@ -134,7 +137,7 @@ async def _capture_request(plan: Plan, task: Task) -> Request:
     context = ToolContext(Workspace(config.run_dir / WORKSPACES / task.key.hex()))
     home = AgentServices(setup, context, pool, config.tool_timeout_s)
     conversation = ConversationRunner(
-        trajectory=row.trajectory([]),
+        trajectory=_begun(row),
         spec=row.spec,
         model=_CapturingModel(),
         toolbox=home.toolbox(),
@@ -147,6 +150,17 @@ async def _capture_request(plan: Plan, task: Task) -> Request:
     except _Captured as captured:
         return captured.request
     return Request(row.opening)  # it ends without any call
+
+
+def _begun(row: RowTask) -> Trajectory:
+    """The conversation before its first request. A simulated user is not asked for its message."""
+    user = row.spec.options.simulated_user
+    trajectory = row.trajectory([])
+    if user is not None and user.writes_first and not trajectory.is_reopened:
+        first = Message(role="user", content="(the simulated user writes the first message)")
+        opening = [*trajectory.messages, first]
+        trajectory.apply(OpeningEvent(kind="opening", messages=opening))
+    return trajectory
 
 
 class _Captured(Exception):

@@ -194,7 +194,8 @@ def _read_time(metadata: Mapping[str, Any]) -> float:
 
 def _read_prompt(task: Task, scan: Scan) -> str:
     opening = scan.rules.read(task.columns).opening
-    return next(message["content"] for message in opening if message["role"] == "user")
+    # A prompt that a simulated user writes is in no dataset, so no row answers it.
+    return next((message["content"] for message in opening if message["role"] == "user"), "")
 
 
 def _take_task(by_prompt: dict[str, list[tuple[int, Task]]], row: _Row) -> Task | None:

@@ -282,7 +282,7 @@ def _refuse_user_calls(record: Mapping[str, Any], turn: int) -> None:
     A branch has none of these calls: the workspace would lack what they did.
     """
     sent = sum(note["reason"] == USER_TURN and note["turn"] < turn for note in record["notes"])
-    keys = {user_key(number) for number in range(1, sent + 1)}
+    keys = {user_key(number) for number in range(sent + 1)}
     if any(inner["key"] in keys and inner["tool_calls"] for inner in record["inner"]):
         raise NotForkable("its simulated user called tools before that turn")
 

@@ -74,11 +74,14 @@ class _Blocks:
             if message.tool_call_id in answered:
                 continue  # shown under its call
             further = sent[written].text if written < len(sent) and n > first else None
+            user = None
             if message.role == "user" and further and message.content.startswith(further):
                 written += 1
                 user = users.pop(user_key(written), None)
-                if user is not None and only is None:
-                    yield from self._inside(user)
+            elif message.role == "user" and n < first:
+                user = users.pop(user_key(0), None)
+            if user is not None and only is None:
+                yield from self._inside(user)
             if only is None or (turn is not None and turn.turn == only):
                 yield from self._message(message, turn)
         for user in users.values() if only is None else ():  # of a message that was not sent

@@ -22,7 +22,7 @@ from batch_trajectories.config.sandboxes import image_sandboxes
 from batch_trajectories.dataset.columns import column_names
 from batch_trajectories.dataset.kept_dataset import DatasetSnapshot
 from batch_trajectories.dataset.lines import read_row
-from batch_trajectories.dataset.row_conversation import opening_messages
+from batch_trajectories.dataset.row_conversation import USER_COLUMN, opening_messages
 from batch_trajectories.dataset.row_workspace import (
     HistoryColumns,
     InsideColumns,
@@ -220,8 +220,11 @@ def _is_generated(prompt_id: str) -> bool:
 
 
 def _prompt_bytes(columns: Mapping[str, Any]) -> bytes:
-    content = exact_json.dumps(opening_messages(columns, None))
-    return blake2b(content, digest_size=16).digest()
+    try:
+        opening: Any = opening_messages(columns, None)
+    except ValueError:  # a simulated user writes the first message
+        opening = columns.get(USER_COLUMN)
+    return blake2b(exact_json.dumps(opening), digest_size=16).digest()
 
 
 def _digest(value: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from agent.models.model import Completion, Request
 from agent.models.scripted import ScriptedModel, parse_script
 from agent.options import AgentOptions, SimulatedUser
 from batch_trajectories.dataset.row import RowRules
+from run_agent import AIAgent
 from tests.helpers.playing import OPENING, Played, call, calls, play, say
 
 ANN = {"system_prompt": "You are Ann. You want tea.", "stop": "STOP"}
@@ -248,6 +249,7 @@ def test_a_row_that_cannot_be_used_is_named(row: dict[str, Any], message: str) -
         ({"simulated_user": {**ANN, "model": "openai:n"}}, "sets its model"),
         ({"simulated_user": {**ANN, "words": 3}}, "simulated_user.words"),
         ({"simulated_user": {**ANN, "max_turns": 0}}, "simulated_user.max_turns"),
+        ({"simulated_user": {**ANN, "writes_first": "yes"}}, "simulated_user.writes_first"),
         ({"simulated_user": {**ANN, "script": [{"text": "x"}]}}, "`simulated_user`: script"),
         ({"simulated_user": ANN, "user_turns": ["a"]}, "`user_turns` does not go together"),
         ({"simulated_user": ANN, "agent_options": {"completion_tools": True}}, "together"),
@@ -282,3 +284,135 @@ def test_what_the_user_says_decides_the_conversation() -> None:
 def test_a_row_that_a_rows_file_could_not_make_is_refused_with_its_reason() -> None:
     with pytest.raises(ValueError, match=r"rows\.yaml:3: the row has no `ticket`"):
         RULES.read({"id": "a", "row_error": "rows.yaml:3: the row has no `ticket`"})
+
+
+FIRST: dict[str, Any] = {**ANN, "writes_first": True}
+POLICY = [Message(role="system", content="You sell tea.")]
+
+
+def test_a_user_that_writes_first_takes_the_place_of_the_prompt(tmp_path: Path) -> None:
+    user = {**FIRST, "script": [say("Tea, please."), say("Green."), say("STOP")]}
+    script = [say("Which?"), say("Here it is.")]
+    played = play(tmp_path, script, opening=POLICY, simulated_user=user)
+    assert played.status == "completed"
+    assert [m["content"] for m in played.messages] == [
+        "You sell tea.",
+        "Tea, please.",
+        "Which?",
+        "Green.",
+        "Here it is.",
+    ]
+    keys = [inner["key"] for inner in played.trajectory.to_record()["inner"]]
+    assert keys == [f"simulated_user#{number}" for number in range(3)]
+    seen = seen_by_users(played)
+    assert [len(messages) for messages in seen] == [2, 4, 6]
+    assert seen[2][: len(seen[1])] == seen[1], "each request continues the one before"
+    assert seen[1][2:] == [
+        Message(role="assistant", content="Tea, please."),
+        Message(role="user", content="Which?"),
+    ]
+
+
+def test_a_first_message_that_was_paid_for_is_not_asked_for_again(tmp_path: Path) -> None:
+    user = {**FIRST, "script": [say("Tea, please."), say("Green."), say("STOP")]}
+    script = [say("Which?"), say("Here it is.")]
+    whole = play(tmp_path / "a", script, opening=[], simulated_user=user)
+    kinds = [event["kind"] for event in whole.events]
+    assert kinds.index("opening") < kinds.index("reply"), "stored before the agent reads it"
+    for length in range(1, len(whole.events)):
+        past = whole.events[:length]
+        resumed = play(tmp_path / str(length), script, past=past, opening=[], simulated_user=user)
+        assert (resumed.end, resumed.messages) == (whole.end, whole.messages)
+        assert len(resumed.requests) == len(whole.requests) - play_events(past)
+
+
+def test_a_user_that_writes_first_writes_so_many_messages_in_all(tmp_path: Path) -> None:
+    user = {**FIRST, "max_turns": 2, "script": [say("Tea."), say("Green."), say("Hot.")]}
+    played = play(tmp_path, [say("Which?"), say("Here.")], opening=[], simulated_user=user)
+    assert played.status == "completed"
+    assert [m["content"] for m in played.messages] == ["Tea.", "Which?", "Green.", "Here."]
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (say("STOP"), "the simulated user wrote STOP in place of a first message"),
+        (say("Tea", finish_reason="length"), "the simulated user ended as length"),
+    ],
+)
+def test_a_user_that_writes_no_first_message_ends_the_conversation(
+    tmp_path: Path, reply: dict[str, Any], reason: str
+) -> None:
+    user = {**FIRST, "script": [reply]}
+    played = play(tmp_path, [say("Hello.")], opening=POLICY, simulated_user=user)
+    assert (played.status, played.trajectory.turns) == ("errors", 0)
+    assert played.end.reason == reason
+    again = play(tmp_path, [say("Hello.")], past=played.events, opening=POLICY, simulated_user=user)
+    assert (again.end, again.requests) == (played.end, [])
+
+
+FIRST_RULES = RowRules(
+    system_prompt="You sell tea.",
+    options=AgentOptions(simulated_user=SimulatedUser(writes_first=True)),
+)
+
+
+def test_a_row_whose_user_writes_first_needs_no_prompt() -> None:
+    assert FIRST_RULES.read({"simulated_user": ANN}).opening == POLICY
+    own = [{"role": "system", "content": "Be kind."}]
+    assert FIRST_RULES.read({"prompt": own, "simulated_user": ANN}).opening == own
+    assert RULES.read({"simulated_user": FIRST}).opening == []
+    # Rows of another kind in the same dataset.
+    fixed = FIRST_RULES.read({"prompt": "x", "user_turns": ["And?"]})
+    assert (fixed.opening[-1]["content"], fixed.spec.options.simulated_user) == ("x", None)
+    later = {**ANN, "writes_first": False}
+    assert FIRST_RULES.read({"prompt": "x", "simulated_user": later}).opening[-1]["content"] == "x"
+    with pytest.raises(ValueError, match="no `prompt` field"):
+        FIRST_RULES.read({"simulated_user": later})
+    with pytest.raises(ValueError, match="no `prompt` field"):
+        RULES.read({"simulated_user": ANN})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "x"}, "`prompt`: the simulated user writes the first message"),
+        (
+            {"prompt": [{"role": "user", "content": "x"}]},
+            "so it can only be a list with one system",
+        ),
+        ({"prompt": [{"role": "system", "content": " "}]}, "`prompt` has an empty message"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "`messages`: the simulated user writes"),
+        ({"agent_options": {"preparation": "Look."}}, "does not go together with preparation"),
+        ({"row_error": "rows.yaml:3: no"}, "rows.yaml:3: no"),
+    ],
+)
+def test_a_row_that_does_not_fit_a_user_that_writes_first_is_named(
+    row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        FIRST_RULES.read({"simulated_user": ANN, **row})
+    if "row_error" not in row and "agent_options" not in row:
+        with pytest.raises(ValueError, match=message):
+            RULES.read({"simulated_user": FIRST, **row})
+
+
+def test_where_a_user_cannot_write_first_is_named() -> None:
+    with pytest.raises(ValueError, match="give --simulated_user"):
+        RowRules().read({"simulated_user": FIRST})
+    with pytest.raises(ValueError, match="together with preparation"):
+        AgentOptions(preparation="Look.", simulated_user=SimulatedUser(writes_first=True))
+    with pytest.raises(ValueError, match="a session begins with your prompt"):
+        AIAgent(
+            "scripted", script=[say("Hi.")], simulated_user={**FIRST, "script": [say("x")]}
+        ).chat("Hello.")
+    agent = CommandAgent(
+        name="a",
+        command=("agent", "{prompt}"),
+        continues=("agent", "-c", "{prompt}"),
+        speaks=("openai_chat",),
+    )
+    with pytest.raises(
+        ValueError, match=r"`simulated_user\.writes_first`: an agent that runs as a"
+    ):
+        RowRules(agent=agent, options=RULES.options).read({"simulated_user": FIRST})

@@ -115,6 +115,28 @@ def test_the_user_sees_its_earlier_calls_and_each_request_continues_the_one_befo
     assert {t["function"]["name"] for t in offered[0]} == {"look", "switch"}
 
 
+def test_calls_before_the_first_message_are_seen_in_each_later_one(tmp_path: Path) -> None:
+    """After a kill at any event, too, the conversation begins with the user's message."""
+    script = [calls(call("look")), say("No data."), *USER_SCRIPT[1:]]
+    user = {"writes_first": True, "script": script}
+    whole = help_ann(tmp_path / "whole", user=user, opening=[])
+    assert whole.status == "completed"
+    assert whole.messages[0] == Message(role="user", content="No data.")
+    requests = users_requests(whole)
+    assert [m["role"] for m in requests[2]] == [
+        *("system", "user"),
+        *("assistant", "tool", "assistant"),
+        "user",
+    ]
+    for before, after in pairwise(requests):
+        assert after[: len(before)] == before
+    for length in range(1, len(whole.events)):
+        past = whole.events[:length]
+        root = tmp_path / str(length)
+        again = help_ann(root, user=user, opening=[], past=past, knows_begun=True)
+        assert (again.end.status, again.messages[0]) == ("completed", whole.messages[0])
+
+
 def test_a_kill_at_any_event_pays_for_no_reply_again_and_repeats_no_call(tmp_path: Path) -> None:
     whole = help_ann(tmp_path / "a", tools=TOOLS + PHONE)
     for length in range(1, len(whole.events)):

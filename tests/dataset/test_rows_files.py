@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agent.options import AgentOptions, SimulatedUser
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.presets import presets
 from batch_trajectories.config.loading import load_config
-from batch_trajectories.dataset.row import RowRules
+from batch_trajectories.dataset.row import RowRules, RowTask
 from batch_trajectories.dataset.row_workspace import RowSetup
 from batch_trajectories.dataset.rows_file import load_rows_file
 from tests.helpers.playing import say
@@ -102,7 +104,7 @@ class TestPresets:
         assert check.tests is not None
 
     def test_there_is_a_row_for_each_preset(self) -> None:
-        assert presets("rows").keys() == {*ROWS, "harbor"}
+        assert presets("rows").keys() == {*ROWS, "harbor", "tau2"}
 
     def test_swe_bench_takes_the_image_that_a_row_names(self) -> None:
         row = load_rows_file("swe-bench").row({**ROWS["swe-bench"], "image_name": "own:1"})
@@ -164,6 +166,85 @@ class TestPresets:
         assert made["check"]["files"]["/check/tests.sh"] == "pytest -rA $tests"
 
 
+TAU2: dict[str, Any] = {
+    "id": "0",
+    "description": {"purpose": "Tests a refund.", "notes": None},
+    "user_scenario": {
+        "persona": None,
+        "instructions": {
+            "domain": "retail",
+            "reason_for_call": "The kettle leaks.",
+            "known_info": "You are Ann.",
+            "unknown_info": None,
+            "task_instructions": "Ask for a refund.",
+        },
+    },
+    "initial_state": None,
+    "evaluation_criteria": {"actions": [], "reward_basis": ["DB"]},
+}
+"""A task with the members of tau2-bench."""
+
+
+class TestTau2:
+    RULES = RowRules(options=AgentOptions(simulated_user=SimulatedUser()), with_setup=True)
+
+    def read(self, **changes: Any) -> RowTask:
+        return self.RULES.read(load_rows_file("tau2").row({**TAU2, **changes}))
+
+    def instructions(self, **changes: Any) -> str:
+        user = self.read(**changes).spec.options.simulated_user
+        assert user is not None
+        assert user.writes_first
+        return user.system_prompt
+
+    def test_the_scenario_is_the_user(self) -> None:
+        assert self.instructions() == (
+            "Instructions:\nDomain: retail\nReason for call:\nThe kettle leaks.\n"
+            "Known info:\nYou are Ann.\nTask instructions:\nAsk for a refund."
+        )
+        plain = {"persona": "You are brief.", "instructions": "Ask for a refund."}
+        assert self.instructions(user_scenario=plain) == (
+            "Persona:\nYou are brief.\n\nInstructions:\nAsk for a refund."
+        )
+
+    def test_no_other_part_of_a_task_is_lost(self) -> None:
+        row = load_rows_file("tau2").row({**TAU2, "ticket": "Refund."})
+        assert {**TAU2, "ticket": "Refund."}.items() <= row.items()
+        data = {"agent_data": {"orders": {"W1": ["<x>"]}}}
+        setup = self.read(initial_state={"initialization_data": data}).setup
+        assert setup is not None
+        assert json.loads(setup.files["initialization_data.json"]) == data
+        for tools, toolsets in (([], ("none",)), (None, ("phone",))):
+            user = SimulatedUser(enabled_toolsets=("phone",))
+            rules = replace(self.RULES, options=AgentOptions(simulated_user=user))
+            read = rules.read(load_rows_file("tau2").row({**TAU2, "user_tools": tools}))
+            assert read.spec.options.simulated_user is not None
+            assert read.spec.options.simulated_user.enabled_toolsets == toolsets
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            (
+                {"initial_state": {"initialization_actions": [{"func_name": "turn_data_off"}]}},
+                r"tau2\.yaml:\d+: columns\.initial_state\.cases\.actions: "
+                "initial_state.initialization_actions are calls",
+            ),
+            (
+                {"initial_state": {"message_history": [{"role": "user", "content": "Hi."}]}},
+                "initial_state.message_history begins the conversation",
+            ),
+            ({"user_tools": ["pay"]}, "user_tools names tools of the user one by one"),
+            ({"user_scenario": {"instructions": {"a": 1}}}, "a list or an object is not text"),
+            ({"user_scenario": None}, "has no `user_scenario`"),
+        ],
+    )
+    def test_what_a_row_cannot_carry_is_refused_by_name(
+        self, changes: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            self.read(**changes)
+
+
 class TestTemplates:
     @pytest.mark.parametrize(
         ("template", "value"),
@@ -198,6 +279,14 @@ class TestTemplates:
                 "1p\n2q\n",
             ),
             ("'{% for k, v in object|dictsort %}{{k}}{% endfor %}'", "0itemsname"),
+            # An object as the text of a file, which no quote or "<" changes.
+            ("{a.json: '{{markup|tojson}}'}", {"a.json": '{"a":["<b>&\'",1,null]}'}),
+            ("'{{list|tojson}} {{n|tojson}}{{path|tojson}}'", '["a b","c"] 7"a/b/c"'),
+            # A plain text has no members.
+            ("'{% if path.n %}a{% else %}{{path}}{% endif %}'", "a/b/c"),
+            ("['{{path.n?}}', '{{path.n or n}}']", [7]),
+            ("{first_of: ['{{path.n}}', '{{path}}']}", "a/b/c"),
+            ("{match: '{{n}}', cases: {'7': 1, '8': {refuse: no}}}", 1),
         ],
     )
     def test_values_are_filled_in(self, tmp_path: Path, template: str, value: Any) -> None:
@@ -213,6 +302,7 @@ class TestTemplates:
             "7": "seven",
             "self": "me",
             "json": '["p", "q"]',
+            "markup": {"a": ["<b>&'", 1, None]},
         }
         assert load_columns(tmp_path, f"made: {template}", row) == {"made": value}
 
@@ -236,7 +326,12 @@ class TestTemplates:
             ("'{{ {\"a\": [1, gone]} }}'", "columns.made: Type is not JSON serializable: Mis"),
             ("'{{bad < 1}}'", "columns.made: '<' not supported between"),
             ("'{{1e999 + 1}}'", "columns.made: name 'inf' is not defined"),
-            ("'{{id.__class__}}'", "columns.made: not JSON"),
+            ("'{{id.__class__}}'", "columns.made: the text 'a' has no `__class__` in"),
+            ("'{% if bad.member %}a{% endif %}'", "columns.made: not JSON: "),
+            ("'{{bad.member?}}'", "columns.made: not JSON: "),
+            ("'{{gone|tojson}}'", "columns.made: the row has no `gone`"),
+            ("{refuse: 'no {{id}} here'}", "mine.yaml:2: columns.made: no a here"),
+            ("{first_of: [{refuse: 'no {{id}} here'}, 'x']}", "first_of[0]: no a here"),
             ("'{{list.__class__.__mro__}}'", "the row has no `__class__` in '{{list.__c"),
             ("'{% for a in l %}{{long}}{% endfor %}'", "columns.made: gives more than 67,108,864"),
             ("'{{long|replace(\"x\", long)}}'", "columns.made: gives more than 67,108,864 char"),
@@ -347,6 +442,15 @@ def test_look_shows_rows_as_a_run_makes_them(tmp_path: Path) -> None:
     assert shown.stdout.count("\nrow ") == 1
     refused = run(tmp_path, "look", "p.jsonl", "--rows=1", "--rows=2")
     assert refused.returncode == 2
+
+
+def test_look_names_the_option_that_rows_with_a_user_need(tmp_path: Path) -> None:
+    refused = {**TAU2, "user_tools": ["pay"]}
+    write_rows(tmp_path / "p.jsonl", TAU2, refused)
+    shown = run(tmp_path, "look", "p.jsonl", "--rows=tau2").stdout
+    assert "p.jsonl: 1 of 2 rows can be used" in shown
+    assert "user_tools names tools of the user one by one" in shown
+    assert "--dataset_file=p.jsonl --rows=tau2 --simulated_user='{}'" in shown
 
 
 def test_variables_that_rows_may_name_must_be_set(tmp_path: Path) -> None:

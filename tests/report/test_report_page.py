@@ -20,7 +20,7 @@ from tests.audit.planting import audit, plain_row
 from tests.export.test_cache_use import COLD, GROWS, growing, warm
 from tests.helpers.exporting import make_run
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
-from tests.program.test_user_tools import SCREEN
+from tests.program.test_user_tools import SCREEN, USER
 from tests.program.test_user_tools import play as play_user
 from tests.report.test_report import HOSTILE_ID, ROWS, Scripts
 
@@ -951,3 +951,16 @@ def test_calls_of_the_user_are_folded_before_the_message_that_they_led_to(
         assert not first.locator(".loss, .learnt").count()
         last = folds.last.evaluate("fold => fold.previousElementSibling.textContent")
         assert "It is on." in last
+
+
+def test_calls_before_a_first_message_of_the_user_are_folded_before_it(
+    context: BrowserContext, tmp_path: Path
+) -> None:
+    begun = play_user(tmp_path, user={**USER, "writes_first": True}, prompt=None)
+    assert begun.returncode == 0, begun.stderr
+    path = write_report(StoredRun(tmp_path / "trajectories" / "r"), tmp_path / "user.html").path
+    with opened(context, path) as page:
+        page.locator("#rows a").first.click()
+        first = page.locator("#reader details.user").first
+        assert "(simulated_user#0)" in first.inner_text()
+        assert first.evaluate("fold => fold.nextElementSibling.textContent") == "userData is off."

@@ -58,6 +58,8 @@ def _messages(record: Record) -> list[dict[str, str]]:
     messages = record.messages[: AuthoredWork(record).start]
     if any(message.role == "tool" or message.tool_calls for message in messages):
         raise Rejected(Reason.NOT_TEXT, "the prompt holds tool calls")
+    if not messages or messages[-1].role != "user":
+        raise Rejected(Reason.NO_REPLY, "its simulated user wrote no first message")
     for message in messages:
         refuse_control_tokens(message.content, STRICT, where="prompt")
     return [{"role": message.role, "content": message.content} for message in messages]

@@ -131,6 +131,8 @@ function messagesOf(part, read = null) {
     if (message.role === "user" && n > own[0] && sent[written] && message.content.startsWith(sent[written].text)) {
       written += 1;
       blocks.push(userCallsBlock(inner, written));
+    } else if (message.role === "user" && n < own[0]) {
+      blocks.push(userCallsBlock(inner, 0)); // before a message in place of a prompt
     }
     if (turn) {
       blocks.push(...part.resumes.filter((resume) => resume.turn === turn.turn - 1).map(resumedBlock));
