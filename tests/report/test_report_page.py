@@ -959,7 +959,7 @@ def test_calls_before_a_first_message_of_the_user_are_folded_before_it(
     begun = play_user(tmp_path, user={**USER, "writes_first": True}, prompt=None)
     assert begun.returncode == 0, begun.stderr
     path = write_report(StoredRun(tmp_path / "trajectories" / "r"), tmp_path / "user.html").path
-    with opened(context, path) as page:
+    with open_report(context, path) as page:
         page.locator("#rows a").first.click()
         first = page.locator("#reader details.user").first
         assert "(simulated_user#0)" in first.inner_text()
