@@ -946,8 +946,7 @@ def test_calls_of_the_user_are_folded_before_the_message_that_they_led_to(
         assert first.evaluate("fold => fold.nextElementSibling.textContent") == "userData is off."
         assert not first.evaluate("fold => fold.open"), "it is the user's, not the agent's"
         first.locator("summary").first.click()
-        first.locator(".messages").wait_for()
-        assert SCREEN in first.inner_text()
+        first.get_by_text(SCREEN).first.wait_for()
         assert not first.locator(".loss, .learnt").count()
         last = folds.last.evaluate("fold => fold.previousElementSibling.textContent")
         assert "It is on." in last

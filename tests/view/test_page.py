@@ -420,6 +420,12 @@ def test_a_note_is_written_on_where_the_cursor_is_when_an_answer_comes(
         page.locator("#decide-words").get_by_text("decided: keep").wait_for()
         page.keyboard.type("and ")
         assert page.input_value("#note") == "short and right"
+        assert not held, "half a note is not saved"
+        with page.expect_request("**/labels") as asked:
+            page.keyboard.press("Enter")
+        assert asked.value.post_data_json["note"] == "short and right"
+        held.pop().fulfill(json={"labels": [], "verdict": None, "before": {}})
+        page.locator("#decide-words").get_by_text("note kept").wait_for()
 
 
 @pytest.mark.slow

@@ -65,19 +65,26 @@ function labelsOf(row) {
     shown.map(([label, said]) => h("li", {}, h("strong", {}, label.who), label.who === reviewer() ? " (you)" : "", ": ", said)), agree);
 }
 
+// Replace all of the panel but the note that is being written: browsers take a field that is removed for a
+// changed one, and half a note would be saved.
+function redrawAround(writing, fresh) {
+  const bar = writing.parentElement;
+  for (const child of [...bar.children]) if (child !== writing) child.remove();
+  bar.prepend(...[...fresh.firstElementChild.children].filter((child) => !child.matches(".note-field")));
+  while (bar.nextSibling) bar.nextSibling.remove();
+  bar.after(...[...fresh.children].slice(1));
+}
+
 function redrawDecisions() {
   const panel = $("decide");
   if (!panel || !open) return;
-  const name = panel.contains(document.activeElement) ? document.activeElement.textContent : null;
-  const { value, selectionStart, selectionEnd } = document.activeElement === $("note") ? $("note") : {};
   const said = $("decide-words")?.textContent;
-  fill((panel.replaceChildren(), panel), {}, [panelParts(open)]);
+  const writing = document.activeElement === $("note") ? $("note").closest("label") : null;
+  const name = panel.contains(document.activeElement) ? document.activeElement.textContent : null;
+  if (writing) redrawAround(writing, h("section", {}, panelParts(open)));
+  else fill((panel.replaceChildren(), panel), {}, [panelParts(open)]);
   announce(said ?? "");
-  if (value !== undefined) { // what is being written stays, with the cursor at its place
-    $("note").value = value;
-    $("note").focus();
-    $("note").setSelectionRange(selectionStart, selectionEnd);
-  } else if (name) [...panel.querySelectorAll("button")].find((button) => button.textContent === name)?.focus({ preventScroll: true });
+  if (name && !writing) [...panel.querySelectorAll("button")].find((button) => button.textContent === name)?.focus({ preventScroll: true });
   for (const mark of $("reader").querySelectorAll(":scope > .messages > article .turn-mark")) showTurnMark(mark);
 }
 
