@@ -7,7 +7,7 @@ from typing import Any
 
 from agent.models.errors import RULES
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.basics.errors import AgentFailed
+from batch_trajectories.basics.errors import AgentFailed, SandboxLost
 from batch_trajectories.basics.text import plural, single_line
 from batch_trajectories.records.checks import CHECK_FAILED
 from batch_trajectories.records.failures import WORKER_DIED, failures_by_class
@@ -20,6 +20,9 @@ _OTHER_REMEDIES: Mapping[str, str] = {
     CHECK_FAILED: "Repair the check, then `check RUN` judges the conversations again.",
     "internal": "This is a bug in this program. Report it with the traceback in run.log.",
     "session_failed": "Read in run.log what cut this session, and record it again.",
+    SandboxLost.error_class: (
+        "The machine of the conversation was lost. The next start tries it again on another one."
+    ),
     "setup_failed": (
         "Repair the row's `setup`, files or image. `check_tasks` tries them without a model."
     ),

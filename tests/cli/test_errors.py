@@ -9,6 +9,8 @@ from typing import get_args
 import pytest
 
 from agent.models.errors import RULES, Kind
+from batch_trajectories.basics.errors import AgentFailed, SandboxLost
+from batch_trajectories.engine.worker.workspace_setup import SetupFailed
 from batch_trajectories.report.remedies import find_remedy
 from tests.helpers.answering import JSON, answering
 from tests.helpers.builders import chat_reply
@@ -24,8 +26,9 @@ OPTIONS: JSON = {
 
 
 def test_each_kind_of_failure_has_a_remedy() -> None:
-    others = "agent_failed", "check_failed", "internal", "session_failed", "setup_failed", "stopped"
-    for kind in (*get_args(Kind), *others, "worker_died"):
+    others = "check_failed", "internal", "session_failed", "stopped", "worker_died"
+    raised = (AgentFailed, SandboxLost, SetupFailed)
+    for kind in (*get_args(Kind), *others, *(error.error_class for error in raised)):
         assert find_remedy(kind).endswith("."), kind
     assert find_remedy("of_a_later_version") == ""
 
