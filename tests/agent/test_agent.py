@@ -151,7 +151,7 @@ def test_the_command_line_prints_the_answer_and_its_errors(tmp_path: Path) -> No
             text=True,
         )
     assert done.returncode == 0
-    assert done.stderr.startswith("the price of model m is unknown, and so is what its calls cost")
+    assert done.stderr.startswith("The price of model m is unknown, and so is what its calls cost")
     assert done.stdout.strip()
     (row,) = lines(tmp_path / "trajectories" / COMPLETED_FILE)
     assert row["conversations"][-1]["value"].endswith(done.stdout.strip())

@@ -14,7 +14,7 @@ import random
 import re
 import socket
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -86,7 +86,7 @@ class FakeRegistry:
     def __post_init__(self) -> None:
         self._random = random.Random(self.faults.seed)
         self._lock = threading.Lock()
-        self._sending = Counter[str]()
+        self._sending: defaultdict[str, list[socket.socket]] = defaultdict(list)
         self.sent_at_once = 0
         """The most downloads of the same blob at a time."""
 
@@ -209,22 +209,24 @@ class FakeRegistry:
             self.seen.append(seen)
 
     @contextmanager
-    def sending(self, digest: str) -> Iterator[None]:
+    def sending(self, digest: str, connection: socket.socket) -> Iterator[None]:
         """Count a download while it lasts."""
         with self._lock:
-            self._sending[digest] += 1
-            self.sent_at_once = max(self.sent_at_once, self._sending[digest])
+            downloads = self._sending[digest]
+            downloads.append(connection)
+            at_once = sum(map(_is_open, downloads))  # a killed client waits for nothing
+            self.sent_at_once = max(self.sent_at_once, at_once)
         try:
             yield
         finally:
             with self._lock:
-                self._sending[digest] -= 1
+                downloads.remove(connection)
 
     @property
     def sending_now(self) -> int:
         """How many blobs are being sent."""
         with self._lock:
-            return self._sending.total()
+            return sum(map(len, self._sending.values()))
 
     def draw_fault(self) -> str | None:
         """The fault of the next request."""
@@ -237,6 +239,16 @@ class FakeRegistry:
         """A random number."""
         with self._lock:
             return self._random.randrange(max(below, 1))
+
+
+def _is_open(connection: socket.socket) -> bool:
+    """Whether the other side has not closed a connection."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
 class _Server(ThreadingHTTPServer):
@@ -300,7 +312,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._give(repository, kind, target)
             return
         registry.on_blob(target)
-        with registry.sending(target):
+        with registry.sending(target, self.connection):
             self._give(repository, kind, target)
 
     def _give(self, repository: str, kind: str, target: str) -> None:

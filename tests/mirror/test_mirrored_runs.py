@@ -73,7 +73,7 @@ def test_a_mirrored_run_is_read_and_continued_without_its_directory(
     assert "no run here" in refused.stderr
     written = run(tmp_path, "score", f"{url}/r", reward="m:f")
     assert written.returncode == 2
-    assert "copy of a mirror only" in written.stderr
+    assert "this is a mirror" in written.stderr
 
     (tmp_path / "moved.jsonl").rename(tmp_path / "p.jsonl")
     assert run(tmp_path, **SCRIPTED, mirror=url).returncode == 0
