@@ -163,7 +163,8 @@ def unused_turns(columns: Mapping[str, Any]) -> int | None:
 
     The row must be one that `RowRules.read` accepts.
     """
-    if not isinstance(columns.get(column := chat_column(columns)), list) or column == "prompt":
+    column = chat_column(columns)
+    if "prompt" in columns or not isinstance(columns.get(column), list):
         return None
     roles = [_role(item) for item in columns[column]]
     if "user" not in roles:
