@@ -507,7 +507,7 @@ def test_a_link_leads_to_a_turn(context: BrowserContext, report: Path) -> None:
     page.goto(f"{report.as_uri()}#plain/2")
     page.wait_for_selector("article[data-turn='2']:focus")
     page.goto(f"{report.as_uri()}#nobody")
-    page.get_by_text("There is no trajectory nobody in this report.").wait_for()
+    page.get_by_text("There is no conversation nobody in this report.").wait_for()
     page.close()
 
 
