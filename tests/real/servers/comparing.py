@@ -87,7 +87,7 @@ def main(model_dir: Path, export: Path, wire: Path) -> None:
     assert worst < _TOLERANCE, f"logprobs differ by {worst:.3g} from those of the model"
     splits = [row["split"] for row in rows if row["split"]]
     needless = [
-        one for one in splits if (one["sampled"] or "").strip() == (one["shown"] or "").strip()
+        one for one in splits if (one["sampled"] or "").rstrip() == (one["shown"] or "").rstrip()
     ]
     assert not needless, f"needless splits: {needless[:3]}"
     text = tokenizer.decode(rows[0]["response_ids"])
