@@ -601,11 +601,13 @@ def provider_call(block: Mapping[str, Any]) -> str | None:
     `mcp_tool_use`), items of the Responses API without a `call_id`, and parts of Gemini.
     """
     kind = block.get("type")
+    if not isinstance(kind, str):
+        return next((key for key in _GEMINI_CALLS if key in block), None)
     if kind in ("server_tool_use", "mcp_tool_use"):
         return str(block.get("name") or kind)
-    if isinstance(kind, str) and kind.endswith("_call") and "call_id" not in block:
+    if kind.endswith("_call") and "call_id" not in block:
         return str(block.get("name") or kind.removesuffix("_call"))
-    return next((key for key in _GEMINI_CALLS if key in block), None)
+    return None
 
 
 class PartStore:

@@ -27,15 +27,23 @@ _KNOWN_VERSION = "3.14."
 
 _UNUSUAL = frozenset(
     {
-        *("connection", "content-encoding", "content-length", "cookie", "expect", "host"),
-        *("te", "trailer", "transfer-encoding", "upgrade"),
+        "connection",
+        "content-encoding",
+        "content-length",
+        "cookie",
+        "expect",
+        "host",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
     }
 )
 """Headers of a request that change how its body is sent, or how its connection is used."""
 
 
 class Response(Protocol):
-    """What is read of a response, whether this module or aiohttp has asked for it."""
+    """The parts of a response that a call reads; responses of aiohttp have them, too."""
 
     @property
     def status(self) -> int:
@@ -68,7 +76,7 @@ class DirectResponse(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """What all requests to a URL with the same headers share."""
+    """The URL and the head that all requests with the same headers share."""
 
     request: aiohttp.ClientRequest
     """Says to the connector where to connect; it is never sent itself."""

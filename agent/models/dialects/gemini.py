@@ -164,11 +164,11 @@ def read_reply(body: bytes) -> Completion:
     if not isinstance(candidates, list) or not candidates or not isinstance(candidates[0], dict):
         raise ModelError("malformed", "the reply has no candidates")
     candidate = candidates[0]
-    parts = get_object(candidate, "content").get("parts") or []
-    message = read_parts(parts)
+    parts = _join_parts(get_object(candidate, "content").get("parts") or [])
+    message = _read_joined(parts)
     ending = read_ending("finishReason", candidate.get("finishReason"), message)
     finish_reason = ending.reason
-    if finish_reason != "length" and any(map(is_open, join_calls(parts))):
+    if finish_reason != "length" and any(map(is_open, parts)):
         raise ModelError("malformed", "the arguments of a call do not end")
     if finish_reason == "stop" and "tool_calls" in message:
         finish_reason = "tool_calls"
@@ -209,9 +209,16 @@ def _completion(
 
 def read_parts(parts: Any) -> Message:
     """Build the message from the parts of a content; it holds them verbatim if they have more."""
+    return _read_joined(_join_parts(parts))
+
+
+def _join_parts(parts: Any) -> list[dict[str, Any]]:
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         raise ModelError("malformed", "the parts of the content are not a list of objects")
-    parts = join_calls(parts)
+    return join_calls(parts)
+
+
+def _read_joined(parts: list[dict[str, Any]]) -> Message:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -226,7 +233,7 @@ def read_parts(parts: Any) -> Message:
     if calls:
         message["tool_calls"] = calls
     if not all(part.keys() <= _PLAIN_PART for part in parts):
-        message["provider_blocks"] = {"api": API, "blocks": list(parts)}
+        message["provider_blocks"] = {"api": API, "blocks": parts}
     return message
 
 
