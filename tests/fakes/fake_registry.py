@@ -18,11 +18,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple, Self
+from http.server import BaseHTTPRequestHandler
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from tests.fakes.fake_images import MACHINE
+from tests.fakes.served import Served
 
 _MEDIA = "application/vnd.oci.image"
 MANIFEST = f"{_MEDIA}.manifest.v1+json"
@@ -60,7 +61,7 @@ class Faults:
 
 
 @dataclass
-class FakeRegistry:
+class FakeRegistry(Served):
     """A registry; use it in a `with` block, then `host` is its host and port."""
 
     faults: Faults = field(default_factory=Faults)
@@ -84,30 +85,15 @@ class FakeRegistry:
     tokens: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        class Handler(_Handler):
+            registry = self
+
+        super().__init__(Handler)
         self._random = random.Random(self.faults.seed)
         self._lock = threading.Lock()
         self._sending: defaultdict[str, list[socket.socket]] = defaultdict(list)
         self.sent_at_once = 0
         """The most downloads of the same blob at a time."""
-
-    def __enter__(self) -> Self:
-        registry = self
-
-        class Handler(_Handler):
-            pass
-
-        Handler.registry = registry
-        self._server = _Server(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
-        )
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
     @property
     def host(self) -> str:
@@ -249,14 +235,6 @@ def _is_open(connection: socket.socket) -> bool:
         return True
     except OSError:
         return False
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that was killed is no error."""
 
 
 class _Handler(BaseHTTPRequestHandler):

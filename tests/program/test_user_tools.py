@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import random
 import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +14,11 @@ import yaml
 
 from batch_trajectories.export.rows.format_names import format_names
 from tests.fakes.fake_endpoint import FakeEndpoint
-from tests.faults.oracle import resume_and_judge
 from tests.helpers.answering import JSON, answering
 from tests.helpers.playing import call, calls, say
 from tests.helpers.running import (
     SCRIPTED,
     WRITE_A_NOTE,
-    kill_repeatedly,
     lines,
     run,
     session_of,
@@ -32,8 +26,8 @@ from tests.helpers.running import (
     wait_until,
     write_rows,
 )
+from tests.helpers.user_models import STOP, TASKS, kill_and_finish, number_replies, user_options
 
-STOP = "###STOP###"
 SCREEN, THOUGHT = "SCREEN-OF-THE-PHONE", "THOUGHT-OF-THE-USER"
 """Texts of the user's part alone."""
 
@@ -281,41 +275,22 @@ def test_token_ids_of_the_users_replies_are_in_no_row(tmp_path: Path) -> None:
     assert {row["thread"] for row in exported} == {"main"}
 
 
-TASKS, KILLS = 20, 4
+KILLS = 4
 
 
 @pytest.mark.slow
 def test_users_with_tools_survive_kills(tmp_path: Path) -> None:
     """No reply that was stored is paid for again, and each call stands in the record once."""
-    numbers = itertools.count()
-    lock = threading.Lock()
 
-    def answer(path: str, body: JSON) -> tuple[int, JSON]:
-        with lock:
-            number = next(numbers)
-        time.sleep(0.03)
-        messages = body["messages"]
+    def write(messages: list[JSON], number: int) -> str | JSON:
         texts = [m for m in messages if m["role"] == "assistant" and not m.get("tool_calls")]
         written = len(texts)
-        message: JSON = {"role": "assistant", "content": f"More, please ({number})."}
         if messages[-1]["role"] != "tool":
             arguments = {"path": f"user-{written}.txt", "content": str(number)}
             function = {"name": "write_file", "arguments": json.dumps(arguments)}
             wanted = {"id": "same", "type": "function", "function": function}
-            message = {"role": "assistant", "content": "", "tool_calls": [wanted]}
-        elif written == 3:
-            message["content"] = STOP
-        usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
-        finish = "tool_calls" if message.get("tool_calls") else "stop"
-        choice = {"index": 0, "message": message, "finish_reason": finish}
-        return 200, {
-            "id": f"user-{number}",
-            "object": "chat.completion",
-            "model": "u",
-            "created": 1,
-            "choices": [choice],
-            "usage": usage,
-        }
+            return {"role": "assistant", "content": "", "tool_calls": [wanted]}
+        return STOP if written == 3 else f"More, please ({number})."
 
     rows = [
         {"id": f"p{n:02}", "prompt": f"Question {n}", "simulated_user": {"system_prompt": f"#{n}"}}
@@ -323,7 +298,7 @@ def test_users_with_tools_survive_kills(tmp_path: Path) -> None:
     ]
     write_rows(tmp_path / "p.jsonl", *rows)
     with (
-        answering(answer) as (url, requests),
+        answering(number_replies(write, latency_s=0.03)) as (url, requests),
         FakeEndpoint(turns=2, latency_s=0.02, answers=0, **WRITE_A_NOTE) as endpoint,
     ):
         config = {
@@ -332,24 +307,8 @@ def test_users_with_tools_survive_kills(tmp_path: Path) -> None:
             "prices": {"m": {"input": 1, "output": 1}, "user:u": {"input": 100, "output": 100}},
         }
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-        given: dict[str, Any] = {
-            "run_name": "r",
-            "dataset_file": "p.jsonl",
-            "enabled_toolsets": "file",
-            "num_workers": 2,
-            "batch_size": 4,
-            "heartbeat_timeout_s": 20,
-            "grace_s": 20,
-            "model": "openai:m",
-            "key_env": "none",
-            "base_url": endpoint.openai_url,
-            "config": "run.yaml",
-        }
-        draw = random.Random(7)
-        waits = [draw.randint(1, TASKS * 4 // (KILLS + 2)) for _ in range(KILLS)]
-        kill_repeatedly(tmp_path, given, endpoint, waits)
-        in_flight = KILLS * 2 * 4
-        resume_and_judge(tmp_path, given, tasks=TASKS, endpoint=endpoint, wasted=in_flight)
+        given = user_options(endpoint, config="run.yaml")
+        in_flight = kill_and_finish(tmp_path, given, endpoint, calls=TASKS * 4, kills=KILLS)
     paid = []
     for record in lines(tmp_path / "trajectories" / "r" / "records.jsonl"):
         inner = record["inner"]

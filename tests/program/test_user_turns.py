@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import random
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +11,15 @@ import yaml
 
 from batch_trajectories.report.facts import find_flags
 from tests.fakes.fake_endpoint import FakeEndpoint
-from tests.faults.oracle import resume_and_judge
 from tests.helpers.answering import JSON, answering
 from tests.helpers.playing import call, calls, say
-from tests.helpers.running import SCRIPTED, WRITE_A_NOTE, kill_repeatedly, lines, run, write_rows
+from tests.helpers.running import SCRIPTED, WRITE_A_NOTE, lines, run, write_rows
 from tests.helpers.stored import to_record
-
-STOP = "###STOP###"
-TASKS, KILLS = 20, 3
+from tests.helpers.user_models import STOP, TASKS, kill_and_finish, number_replies, user_options
 
 
 def records(cwd: Path) -> list[dict[str, Any]]:
     return lines(cwd / "trajectories" / "r" / "records.jsonl")
-
-
-def kill_and_finish(cwd: Path, given: dict[str, Any], endpoint: FakeEndpoint, *, calls: int) -> int:
-    """Kill a run again and again, then have it complete; the endpoint's log judges it.
-
-    Returns how many calls can have been in flight at the kills.
-    """
-    draw = random.Random(7)
-    kill_repeatedly(
-        cwd, given, endpoint, [draw.randint(1, calls // (KILLS + 2)) for _ in range(KILLS)]
-    )
-    in_flight = KILLS * int(given["num_workers"]) * int(given["batch_size"])
-    resume_and_judge(cwd, given, tasks=TASKS, endpoint=endpoint, wasted=in_flight)
-    return in_flight
-
-
-def options(endpoint: FakeEndpoint, **more: Any) -> dict[str, Any]:
-    return {
-        "run_name": "r",
-        "dataset_file": "p.jsonl",
-        "enabled_toolsets": "file",
-        "num_workers": 2,
-        "batch_size": 4,
-        "heartbeat_timeout_s": 20,
-        "grace_s": 20,
-        "model": "openai:m",
-        "key_env": "none",
-        "base_url": endpoint.openai_url,
-        **more,
-    }
 
 
 @pytest.mark.slow
@@ -66,7 +30,7 @@ def test_turns_of_the_user_survive_kills(tmp_path: Path) -> None:
     ]
     write_rows(tmp_path / "p.jsonl", *rows)
     with FakeEndpoint(turns=2, latency_s=0.05, answers=0, **WRITE_A_NOTE) as endpoint:
-        kill_and_finish(tmp_path, options(endpoint), endpoint, calls=TASKS * 4)
+        kill_and_finish(tmp_path, user_options(endpoint), endpoint, calls=TASKS * 4)
     for record in records(tmp_path):
         roles = [message["role"] for message in record["messages"]]
         assert roles == ["user", "assistant", "tool", "assistant", *["user", "assistant"] * 2]
@@ -79,25 +43,10 @@ def test_turns_of_the_user_survive_kills(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_simulated_user_survives_kills(tmp_path: Path) -> None:
     """Each reply of the user's model has a number: none that was stored is paid for again."""
-    numbers = itertools.count()
-    lock = threading.Lock()
 
-    def answer(path: str, body: JSON) -> tuple[int, JSON]:
-        with lock:
-            number = next(numbers)
-        written = sum(message["role"] == "assistant" for message in body["messages"])
-        text = STOP if written == 3 else f"More, please ({number})."
-        message = {"role": "assistant", "content": text}
-        usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return 200, {
-            "id": f"user-{number}",
-            "object": "chat.completion",
-            "model": "u",
-            "created": 1,
-            "choices": [choice],
-            "usage": usage,
-        }
+    def write(messages: list[JSON], number: int) -> str:
+        written = sum(message["role"] == "assistant" for message in messages)
+        return STOP if written == 3 else f"More, please ({number})."
 
     rows = [
         {"id": f"p{n:02}", "prompt": f"Question {n}", "simulated_user": {"system_prompt": f"#{n}"}}
@@ -105,7 +54,7 @@ def test_a_simulated_user_survives_kills(tmp_path: Path) -> None:
     ]
     write_rows(tmp_path / "p.jsonl", *rows)
     with (
-        answering(answer) as (url, requests),
+        answering(number_replies(write)) as (url, requests),
         FakeEndpoint(turns=2, latency_s=0.05, answers=0, **WRITE_A_NOTE) as endpoint,
     ):
         config = {
@@ -114,7 +63,7 @@ def test_a_simulated_user_survives_kills(tmp_path: Path) -> None:
             "prices": {"m": {"input": 1, "output": 1}, "user:u": {"input": 100, "output": 100}},
         }
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-        given = options(endpoint, config="run.yaml")
+        given = user_options(endpoint, config="run.yaml")
         in_flight = kill_and_finish(tmp_path, given, endpoint, calls=TASKS * 4)
     stored = []
     for record in records(tmp_path):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import random
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +10,11 @@ import pytest
 import yaml
 
 from tests.fakes.fake_endpoint import FakeEndpoint
-from tests.faults.oracle import resume_and_judge
 from tests.helpers.answering import JSON, answering
 from tests.helpers.playing import call, calls, say
-from tests.helpers.running import SCRIPTED, WRITE_A_NOTE, kill_repeatedly, lines, run, write_rows
+from tests.helpers.running import SCRIPTED, WRITE_A_NOTE, lines, run, write_rows
+from tests.helpers.user_models import STOP, TASKS, kill_and_finish, number_replies, user_options
 
-STOP = "###STOP###"
 ANSWERS = [calls(call("write_file", path="n.txt", content="7")), say("Which?"), say("It is 42.")]
 LATER = [say("The second."), say(STOP)]
 USER = {"system_prompt": "You are Ann.", "script": [say("What is it?"), *LATER]}
@@ -143,30 +139,16 @@ def test_an_agent_that_is_a_command_begins_with_a_prompt(tmp_path: Path) -> None
     assert "simulated_user.writes_first: agent 'claude-code' runs as a command" in refused.stderr
 
 
-TASKS, KILLS = 20, 4
+KILLS = 4
 
 
 @pytest.mark.slow
 def test_users_that_write_first_survive_kills(tmp_path: Path) -> None:
     """No stored message of a user is paid for again, and the first one is in the conversation."""
-    numbers = itertools.count()
-    lock = threading.Lock()
 
-    def answer(path: str, body: JSON) -> tuple[int, JSON]:
-        with lock:
-            number = next(numbers)
-        written = sum(message["role"] == "assistant" for message in body["messages"])
-        text = STOP if written == 2 else f"Question {number}."
-        usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
-        message = {"role": "assistant", "content": text}
-        return 200, {
-            "id": f"user-{number}",
-            "object": "chat.completion",
-            "model": "u",
-            "created": 1,
-            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-            "usage": usage,
-        }
+    def write(messages: list[JSON], number: int) -> str:
+        written = sum(message["role"] == "assistant" for message in messages)
+        return STOP if written == 2 else f"Question {number}."
 
     rows = [
         {"id": f"p{n:02}", "simulated_user": {"system_prompt": f"You are number {n}."}}
@@ -174,7 +156,7 @@ def test_users_that_write_first_survive_kills(tmp_path: Path) -> None:
     ]
     write_rows(tmp_path / "p.jsonl", *rows)
     with (
-        answering(answer) as (url, requests),
+        answering(number_replies(write)) as (url, requests),
         FakeEndpoint(turns=2, latency_s=0.05, answers=0, **WRITE_A_NOTE) as endpoint,
     ):
         config = {
@@ -182,23 +164,10 @@ def test_users_that_write_first_survive_kills(tmp_path: Path) -> None:
             "simulated_user": {"model": "user:u", "writes_first": True},
         }
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-        given = {
-            "run_name": "r",
-            "dataset_file": "p.jsonl",
-            "enabled_toolsets": "file",
-            "num_workers": 2,
-            "batch_size": 4,
-            "heartbeat_timeout_s": 20,
-            "grace_s": 20,
-            "model": "openai:m",
-            "key_env": "none",
-            "base_url": endpoint.openai_url,
-            "config": "run.yaml",
-        }
-        draw = random.Random(11)
-        kill_repeatedly(tmp_path, given, endpoint, [draw.randint(1, 12) for _ in range(KILLS)])
-        in_flight = KILLS * 8
-        resume_and_judge(tmp_path, given, tasks=TASKS, endpoint=endpoint, wasted=in_flight)
+        given = user_options(endpoint, config="run.yaml")
+        in_flight = kill_and_finish(
+            tmp_path, given, endpoint, calls=12 * (KILLS + 2), kills=KILLS, seed=11
+        )
     stored = []
     for record in lines(tmp_path / "trajectories/r/records.jsonl"):
         users = [m["content"] for m in record["messages"] if m["role"] == "user"]
