@@ -149,7 +149,7 @@ class SimulatedUser(BaseModel):
     max_turns: PositiveInt = 10
     """Maximum messages that it writes."""
     writes_first: StrictBool = False
-    """It also writes the first message, so that rows need no prompt."""
+    """Whether the simulated user writes the first message, so that rows need no prompt."""
     enabled_toolsets: tuple[str, ...] = ("none",)
     """The toolsets of the user, who works in the agent's workspace.
 

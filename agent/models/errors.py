@@ -35,7 +35,7 @@ class Rule(NamedTuple):
     action: Action
     meaning: str
     remedy: str
-    """What a person can do about it, as one or two sentences."""
+    """Advice to a person about failures of this kind, as one or two sentences."""
 
 
 RULES: Mapping[Kind, Rule] = {

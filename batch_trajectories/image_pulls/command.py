@@ -1,4 +1,4 @@
-"""What the command `images` does: all images of a dataset, with progress and totals."""
+"""The work of the command `images`: fetch all images of a dataset, with progress and totals."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _IMAGES_AT_A_TIME = 6
 
 
 class Fetched(NamedTuple):
-    """What became of one image."""
+    """The result of fetching one image."""
 
     reference: str
     manifest: Manifest | None = None

@@ -88,7 +88,7 @@ class _Row:
 
     @property
     def place(self) -> str:
-        """Its file and line."""
+        """The file and the line of the row."""
         return f"{self.file.name}:{self.line}"
 
 

@@ -1,4 +1,4 @@
-"""What to do about each kind of failure of a run's tasks."""
+"""Advice about each kind of failure of a run's tasks."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _OTHER_REMEDIES: Mapping[str, str] = {
         "another --run_name to try it again."
     ),
 }
-"""By the class of a failure that is none of an endpoint."""
+"""Advice by the class of a failure, for failures that no endpoint caused."""
 
 
 def find_remedy(error_class: str) -> str:
-    """What a person can do about failures of this class; "" if the class is unknown."""
+    """Find the advice about failures of a class; "" if the class is unknown."""
     for kind, rule in RULES.items():
         if kind == error_class:
             return rule.remedy

@@ -98,7 +98,7 @@ def funnel_as_text(funnel: Mapping[str, Any]) -> Iterator[str]:
 
 _LOST = "left out"
 _LABELS = {"rows": "discarded", "audited": _LOST}
-"""What becomes of those that do not reach the next step; other steps tell it by the reason."""
+"""The word for tasks that do not reach the next step; other steps have it from the reason."""
 
 
 def _lost_lines(lost: Mapping[str, int], label: str = _LOST) -> Iterator[str]:

@@ -41,7 +41,7 @@ NOT_COVERED = (
 """The trainers for which no template here proves anything, for people."""
 
 _OTHERS = "hf:ORG/MODEL, the directory of a tokenizer or a Jinja file"
-"""What can be given instead of a name, for people."""
+"""The things that users can give instead of the name of a template, as a text for them."""
 
 
 class _Trainer(NamedTuple):
