@@ -40,9 +40,8 @@ def images(
     No daemon is needed. Images that are there are kept, and the same command continues after a
     kill. Runs with --pull=missing do the same while they work. Exit code 1 if an image failed.
     """
-    import asyncio
-
     from batch_trajectories.basics.errors import ConfigError, EnvironmentStop, HostError, RunError
+    from batch_trajectories.basics.event_loop import run_coroutine
     from batch_trajectories.image_pulls.command import fetch_images
     from toolsets.images.names import ImageError
 
@@ -54,7 +53,7 @@ def images(
         if config.images is None:
             raise ConfigError("--images: give the directory that gets the images")
         try:
-            outcome = asyncio.run(fetch_images(config, references))
+            outcome = run_coroutine(fetch_images(config, references))
         except ImageError as error:
             raise RunError(str(error)) from error
         except HostError as error:

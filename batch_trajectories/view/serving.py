@@ -14,6 +14,7 @@ from aiohttp.http import HttpProcessingError
 
 from batch_trajectories.basics.console import say, show
 from batch_trajectories.basics.errors import ConfigError, RunDirError
+from batch_trajectories.basics.event_loop import run_coroutine
 from batch_trajectories.view.guard import AccessGuard, is_loopback
 from batch_trajectories.view.runs import Places
 from batch_trajectories.view.server import MOST_LINE_BYTES, ViewServer
@@ -31,7 +32,7 @@ def serve(places: list[str], *, host: str, port: int, password: str | None, who:
     state = State(Places(places), who)
     guard = AccessGuard(host, password)
     try:
-        asyncio.run(_serve(ViewServer(state, guard), guard, host, port))
+        run_coroutine(_serve(ViewServer(state, guard), guard, host, port))
     finally:
         state.close()
 
