@@ -148,7 +148,10 @@ def test_a_run_fetches_what_it_lacks(
     images = {name: add_image(registry, name, shell) for name in names}
     gone = f"{registry.host}/gone:1"
     rows = [row(f"{name}-{n}", images[name], terminal("cat name")) for n in "ab" for name in names]
-    write_rows(tmp_path / "p.jsonl", *rows, row("gone", gone, terminal("true")))
+    write_rows(tmp_path / "p.jsonl", row("gone", gone, terminal("true")), *rows)
+    run_log = tmp_path / "trajectories/r/run.log"
+    # Else the run can end before the process that fetches ahead has begun.
+    registry.on_blob = lambda digest: wait_until(lambda: "not fetched ahead" in run_log.read_text())
     done = run(tmp_path, max_attempts=1, **options_of(tmp_path))
     assert done.returncode in (0, 1), done.stderr
     found = records(tmp_path)
@@ -159,8 +162,7 @@ def test_a_run_fetches_what_it_lacks(
     assert error["class"] == "setup_failed"
     assert f"image '{gone}' cannot be fetched" in error["message"]
     assert set(registry.whole_answers().values()) == {1}
-    log = (tmp_path / "trajectories/r/run.log").read_text()
-    assert "not fetched ahead" in log
+    assert "not fetched ahead" in run_log.read_text()
     assert_nothing_is_left(tmp_path)
 
     # The same for what the run has: by its name alone.
