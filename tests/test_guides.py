@@ -133,7 +133,7 @@ def image_of_calc(directory: Path) -> Iterator[str]:
 
 @contextmanager
 def full_disk(directory: Path) -> Iterator[str]:
-    with small_disk(directory / "small", "size=200k"), playing(turns=3)(directory) as url:
+    with small_disk(directory / "small", "size=100k"), playing(turns=3)(directory) as url:
         yield url
 
 
