@@ -13,6 +13,7 @@ import pytest
 from batch_trajectories.dataset.harbor import HarborTask
 from tests.dataset.test_harbor import SIMPLE, write_task
 from tests.fakes.fake_images import Entry, layer_of, write_saved
+from tests.fakes.fake_registry import FakeRegistry
 from tests.helpers.running import run
 from toolsets.images.store import ImageStore
 
@@ -121,6 +122,55 @@ class TestPlayed:
         assert done.returncode == 0, done.stderr
         assert "saved" not in log.read_text()
 
+    def test_images_fetches_what_tasks_name_and_builds_the_rest(
+        self, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+        write_tasks(tmp_path / "tasks")
+        (tmp_path / "tasks" / "two" / "environment" / "Dockerfile").write_text("broken")
+        layers = [layer_of([Entry("own", b"1")])]
+        write_saved(tmp_path / "had/archive", layers, name="any:1")
+        with FakeRegistry() as registry:
+            registry.add_image("named", "1", layers)
+            named = f"{registry.host}/named:1"
+            write_task(tmp_path / "tasks" / "named", SIMPLE.replace("org/task:1", named))
+            # The rows decide: the first has no image that must be built.
+            first = run(tmp_path, "images", "tasks", images="images", max_samples=1)
+            assert first.returncode == 0, first.stderr
+            assert "1 image: 1 fetched, 0 here already, 0 failed" in first.stdout
+            assert not log.exists()
+            done = run(tmp_path, "images", "tasks", images="images")
+            assert done.returncode == 1
+            assert "3 images: 0 fetched, 1 built, 1 here already, 1 failed" in done.stdout
+            assert "two: " in done.stderr
+            assert "unknown instruction: broken" in done.stderr
+            assert "1 of 3 images could not be built" in done.stderr
+            (tmp_path / "tasks" / "two" / "environment" / "Dockerfile").write_text("FROM scratch")
+            again = run(tmp_path, "images", "tasks", images="images")
+            assert again.returncode == 0, again.stderr
+            assert "3 images: 0 fetched, 1 built, 2 here already, 0 failed" in again.stdout
+        store = ImageStore(tmp_path / "images")
+        for name in ("one", "two"):
+            assert store.has(HarborTask(tmp_path / "tasks" / name).row()["image"])
+        assert store.has(named)
+
+    def test_images_of_tasks_need_an_engine_only_for_what_is_not_there(
+        self, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_task(tmp_path / "tasks" / "one", "", **{"environment/Dockerfile": "FROM scratch\n"})
+        monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+        refused = run(tmp_path, "images", "tasks", images="images")
+        assert refused.returncode == 4
+        assert "1 image must be built: sandbox docker: the program docker" in refused.stderr
+        write_saved(
+            tmp_path / "images" / "one.tar",
+            [layer_of([Entry("own", b"1")])],
+            name=HarborTask(tmp_path / "tasks" / "one").row()["image"],
+        )
+        done = run(tmp_path, "images", "tasks", images="images")
+        assert done.returncode == 0, done.stderr
+        assert "1 image: 0 fetched, 1 here already, 0 failed" in done.stdout
+
     def test_a_directory_without_tasks_is_refused(self, tmp_path: Path, log: Path) -> None:
         refused = run(tmp_path, "build-images", str(tmp_path))
         assert refused.returncode == 2
@@ -151,5 +201,10 @@ def test_podman_builds_and_saves_images(tmp_path: Path) -> None:
             unpacked = store.unpack(image)
             assert (unpacked.rootfs / "app/data").read_text() == str(tmp_path)
             assert unpacked.workdir == "/app"
+        # The same command fetches what is fetched and builds what is built.
+        brought = run(tmp_path, "images", "tasks", container_engine="podman", images="others")
+        assert brought.returncode == 1  # org/task:1 is in no registry that can be reached
+        assert "2 built" in brought.stdout
+        assert all(ImageStore(tmp_path / "others").has(image) for image in images)
     finally:
         subprocess.run(["podman", "rmi", "--force", *images], capture_output=True, check=False)
