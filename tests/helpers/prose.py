@@ -21,6 +21,8 @@ RULES = {
     r";": "two sentences instead of a semicolon",
     r"(?:^|[,(] |\bbut |\band )where (?!the\b[^,.]*\?)": "`if` for a condition, not `where`",
     r"\bOf (?:a|the|these|those|them)\b": "the verb early, not `Of a ...`",
+    r", also (?:after|by|for|if|in|not|of|when|with|without)\b": "`even` or `too`, not `also`",
+    r"\bruns? that works?\b|\bwhile (?:it|(?:a|the) run) works\b": "a run is in progress",
 }
 
 EXCEPT = {"options.md", "records.md"}
