@@ -40,6 +40,8 @@ _CONTEXT_CHARS = 16
 """Characters before a word that identify it."""
 
 _WORD = r"[^\s\"'<>,;]+"
+_NUMBER = re.compile(r"[0-9]+")
+"""Part of the text before a word that other starts need not share: it may be a date."""
 _WORD_SEPARATORS = frozenset(" \n\t\r\"'<>,;=(")
 
 _MISSING = object()
@@ -82,7 +84,7 @@ def differences(before: Any, after: Any, path: str = "") -> Iterator[Difference]
             yield from differences(one, other, f"{path}.{n}")
     elif before != after:
         if path.partition(".")[0] not in _TEXTS:
-            yield Difference(path, _excerpt(before), _excerpt(after), f"volatile.fields: [{path}]")
+            yield Difference(path, _excerpt(before), _excerpt(after), _ignore("fields", path))
         elif isinstance(before, str) and isinstance(after, str):
             yield from _text_differences(path, before, after)
         else:
@@ -97,15 +99,19 @@ def _text_differences(path: str, before: str, after: str) -> Iterator[Difference
         while start and before[start - 1] not in _WORD_SEPARATORS:
             start -= 1
         known = before[max(0, start - _CONTEXT_CHARS) : start]
-        pattern = re.escape(known).replace("\\ ", " ") + _WORD
+        pattern = _NUMBER.sub("[0-9]+", re.escape(known).replace("\\ ", " ")) + _WORD
         is_distinct = re.search(r"\w\w", known) is not None
-        advice = f"volatile.texts: [{json.dumps(pattern)}]" if is_distinct else ""
+        advice = _ignore("texts", pattern) if is_distinct else ""
         yield Difference(
             path, _excerpt_word(known, before, start), _excerpt_word(known, after, start), advice
         )
         if not is_distinct:
             return
         before, after = (re.sub(pattern, "", text) for text in (before, after))
+
+
+def _ignore(kind: str, value: str) -> str:
+    return f"volatile: {{{kind}: [{json.dumps(value)}]}}"
 
 
 def _equal_chars(one: str, other: str) -> int:

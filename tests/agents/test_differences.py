@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from agent.gateway.command_agent import CommandAgent
 from batch_trajectories.agents.checking import Difference, differences
 
 
@@ -17,11 +18,15 @@ def messages(*texts: str) -> dict[str, Any]:
 
 def advice(difference: Difference) -> list[str]:
     """The expressions of the advice, as a file of an agent would have them."""
-    name, _, given = difference.advice.partition(": ")
-    assert name == "volatile.texts"
-    loaded = yaml.safe_load(given)
-    assert isinstance(loaded, list)
-    return loaded
+    texts = CommandAgent.model_validate(
+        {
+            "command": ["agent", "{prompt}"],
+            "speaks": ["openai_chat"],
+            **yaml.safe_load(difference.advice),
+        }
+    ).volatile.texts
+    assert texts
+    return [*texts]
 
 
 def test_equal_requests_have_none() -> None:
@@ -45,6 +50,13 @@ def test_the_advice_for_texts_makes_them_equal(before: str, after: str) -> None:
     assert before == after
 
 
+def test_the_advice_holds_on_another_day() -> None:
+    texts = "(now 2026-11-29 16:03:25)", "(now 2026-11-29 16:03:26)"
+    (difference,) = differences(messages(texts[0]), messages(texts[1]))
+    (pattern,) = advice(difference)
+    assert re.sub(pattern, "", "(now 2027-01-03 09:00:00)") == ""
+
+
 def test_no_advice_ignores_a_whole_text() -> None:
     (difference,) = differences(messages("alpha"), messages("beta"))
     assert difference.advice == ""
@@ -53,7 +65,7 @@ def test_no_advice_ignores_a_whole_text() -> None:
 def test_a_field_is_named_by_its_path() -> None:
     before, after = {"client": {"id": 1, "os": "linux"}}, {"client": {"id": 2, "os": "linux"}}
     assert [*differences(before, after)] == [
-        Difference("client.id", "1", "2", "volatile.fields: [client.id]")
+        Difference("client.id", "1", "2", 'volatile: {fields: ["client.id"]}')
     ]
 
 
@@ -61,4 +73,4 @@ def test_what_only_one_request_has_is_named() -> None:
     (difference,) = differences(messages("a"), messages("a", "b"))
     assert (difference.path, difference.before) == ("messages.1", "(nothing)")
     (difference,) = differences({"seed": 1}, {})
-    assert difference == Difference("seed", "1", "(nothing)", "volatile.fields: [seed]")
+    assert difference == Difference("seed", "1", "(nothing)", 'volatile: {fields: ["seed"]}')
