@@ -31,6 +31,7 @@ _OF_CHECKS = (
     "docker_image",
     "check_in",
     "check_expected",
+    "expected_match",
     "check_network",
     "command_timeout_s",
     "env_from",
@@ -87,7 +88,8 @@ def check(run: str, output_dir: Path, as_json: bool, trust_run: bool, **flags: A
 
     --dataset_file or --rows name rows with the new checks. Without them, the rows of the run count.
     Records stay as they are. Verdicts are appended to scores.jsonl, and the last one counts. The
-    same command resumes. Options that you leave out are those of RUN.
+    same command resumes. Options that you leave out are those of RUN. With --expected_match,
+    answers are compared in another way than in RUN.
     """
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.config.loading import load_config
@@ -105,7 +107,9 @@ def check(run: str, output_dir: Path, as_json: bool, trust_run: bool, **flags: A
 
         from batch_trajectories.scoring.recheck import recheck
 
-        ended = recheck(stored, config, has_new_rows=has_new_rows)
+        ended = recheck(
+            stored, config, has_new_rows=has_new_rows, match=given.get("expected_match")
+        )
     if ended.reason is not None:
         fail(ended.reason, ended.exit_code)
     if as_json:

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 import orjson
 
+from agent.options import Match
 from batch_trajectories.api.results import write_results
 from batch_trajectories.api.start import explain_exit, open_planned_run
 from batch_trajectories.api.stored_run import StoredRun
@@ -124,11 +125,14 @@ class RecheckResult:
         return "\n".join(lines)
 
 
-def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> RecheckResult:
+def recheck(
+    stored: StoredRun, config: RunConfig, *, has_new_rows: bool, match: Match | None = None
+) -> RecheckResult:
     """Judge the conversations of a run again; blocks until all are judged.
 
     `config` is that of the run with changed options. `has_new_rows`: its dataset has the rows with
-    the checks, else the records have them. Raises what `start` raises.
+    the checks, else the records have them. `match` is how answers are compared; None: as they were
+    when the conversation ended. Raises what `start` raises.
     """
     refuse_held(stored.path)
     directory = _work_directory(stored.path, config, has_new_rows=has_new_rows)
@@ -145,7 +149,7 @@ def recheck(stored: StoredRun, config: RunConfig, *, has_new_rows: bool) -> Rech
         on_bad_row="fail",
     )
     end = RecheckResult(stored.path)
-    rechecks = Rechecks(config, _scan_new_rows(config) if has_new_rows else None)
+    rechecks = Rechecks(config, _scan_new_rows(config) if has_new_rows else None, match)
     make_directory(directory.parent)
     make_directory(directory)
     rows = directory / "rows.jsonl"

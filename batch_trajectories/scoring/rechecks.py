@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from agent.loop.answers import matches
+from agent.options import Match
 from batch_trajectories.audit.audited import SAME_IN_RUNS
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ToolError
@@ -112,9 +113,13 @@ class NewRows:
 class Rechecks:
     """Decides how each record of a run is judged again."""
 
-    def __init__(self, config: RunConfig, rows: NewRows | None) -> None:
-        """`config` is that of the workers. `rows`: None means the rows in the records."""
+    def __init__(self, config: RunConfig, rows: NewRows | None, match: Match | None = None) -> None:
+        """`config` is that of the workers. `rows`: None means the rows in the records.
+
+        `match` is how answers are compared; None: as they were when the conversation ended.
+        """
         self._config = config
+        self._match = match
         self._rows = rows
         self._rules = config.row_rules("scripted")
         options = config.to_json()
@@ -143,7 +148,9 @@ class Rechecks:
         if not is_answered(record):
             return LeftOut("no_answer")
         answer = find_answer(record) or ""
-        match = (record.options or {}).get("expected_match", self._config.expected_match)
+        match = self._match or (record.options or {}).get(
+            "expected_match", self._config.expected_match
+        )
         question = find_question(record)
         passed = matches(answer, expected, match, question)
         check = {"passed": passed, "reward": float(passed), "answer": answer[:200]}
