@@ -1,10 +1,13 @@
 """Time and memory of a start with very many finished tasks.
 
     python -m tests.benchmarks.resume --records=1000000
+    python -m tests.benchmarks.resume --records=1000000 --first_call -- --check_expected \\
+        --num_samples=2 --until_passed=1
 
 Generates a dataset and the records of all its rows but the last one, as a run would have written
 them, then starts that run against the fake endpoint and takes the time to its first call. With
-`--first_call` the run is killed there: at a million records, exports take minutes.
+`--first_call` the run is killed there: at a million records, exports take minutes. Options of the
+run can follow `--`.
 """
 
 from __future__ import annotations
@@ -32,20 +35,21 @@ _CHUNK = 10_000
 
 
 def generate(cwd: Path, given: list[str], records: int) -> None:
-    """Make a finished run of `records` tasks in `cwd` out of a run of one, and one task more."""
+    """Make a run in `cwd`, out of one of a single row, that lacks one of its `records` tasks."""
     dataset = cwd / "p.jsonl"
     write_rows(dataset, 1)
     subprocess.run(given, cwd=cwd, check=True, capture_output=True)
     run_dir = cwd / "trajectories" / "r"
-    template = read_object((run_dir / "records.jsonl").read_bytes())
-    write_rows(dataset, records + 1)
+    first, _, _ = (run_dir / "records.jsonl").read_bytes().partition(b"\n")
+    template = read_object(first + b"\n")
+    write_rows(dataset, records // StoredRun(run_dir).scan.num_samples)
     for name in ("records.jsonl", "records.idx"):
         (run_dir / name).unlink()
     found = StoredRun(run_dir).scan
     save_scan(run_dir / DATASET_INDEX, found)
     file = RecordFile(run_dir, run_dir / "quarantine")
     for number, task in enumerate(tasks(found)):
-        if number == records:
+        if number == found.tasks - 1:
             break
         record: dict[str, Any] = {
             **template,
@@ -65,7 +69,8 @@ def write_rows(path: Path, count: int) -> None:
     """A dataset of `count` short prompts with ids."""
     with path.open("wb") as file:
         file.writelines(
-            b'{"id":"p%d","prompt":"Question number %d"}\n' % (n, n) for n in range(count)
+            b'{"id":"p%d","prompt":"Question number %d","expected":"%d"}\n' % (n, n, n)
+            for n in range(count)
         )
 
 
@@ -144,6 +149,7 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=100_000)
     parser.add_argument("--place", type=Path, help="directory for the files; a temporary one")
     parser.add_argument("--first_call", action="store_true", help="kill the run at its first call")
+    parser.add_argument("options", nargs="*", help="options of the run, after --")
     options = parser.parse_args()
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint, TemporaryDirectory() as temporary:
         cwd = options.place or Path(temporary)
@@ -151,6 +157,7 @@ def main() -> None:
         given = [sys.executable, str(ROOT / "batch_runner.py"), "--dataset_file=p.jsonl"]
         given += ["--run_name=r", "--model=openai:m", "--key_env=none", "--num_workers=1"]
         given += ["--enabled_toolsets=none", f"--base_url={endpoint.openai_url}"]
+        given += options.options
         if not (cwd / "p.jsonl").exists():
             generate(cwd, given, options.records)
         run_dir = cwd / "trajectories" / "r"
