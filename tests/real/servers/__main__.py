@@ -83,6 +83,7 @@ _SERVER = {
 @click.option("--venv", "place", type=click.Path(path_type=Path), required=True)
 @click.option("--model", "model_dir", type=click.Path(path_type=Path), help="a model made before")
 @click.option("--prompts", default=16, show_default=True, help="of each run")
+@click.option("--kills", default=1, show_default=True, help="of each scoring by the teacher")
 @click.option("--steps", default=150, show_default=True, help="of TRL")
 @click.option("--install_only", is_flag=True, help="only make the environment")
 @click.option("--keep", is_flag=True, help="keep the runs, the model and the server's output")
@@ -90,6 +91,7 @@ def main(
     place: Path,
     model_dir: Path | None,
     prompts: int,
+    kills: int,
     steps: int,
     install_only: bool,
     keep: bool,
@@ -119,7 +121,7 @@ def main(
             click.echo(f"{name}: ", nl=False)
             export = folder / "trajectories" / name / "exports/dataset"
             _run_in(python, "comparing", model_dir, export, sent)
-            _score_killed_once(folder, name, port)
+            _score_killed(folder, name, port, kills)
             _export(folder, name, "rl", teacher=_MODEL, teacher_top=_TOP)
             _run_in(python, "teaching", model_dir, export)
     if keep:
@@ -266,8 +268,8 @@ def _output(folder: Path, name: str) -> str:
     return (folder / f"{name}.log").read_text()[-2000:]
 
 
-def _score_killed_once(folder: Path, name: str, port: int) -> None:
-    """Have the server score the run as a teacher; killed once on the way, and resumed."""
+def _score_killed(folder: Path, name: str, port: int, kills: int) -> None:
+    """Have the server score the run as a teacher; killed on the way, and resumed."""
     line = command(
         "score",
         f"trajectories/{name}",
@@ -278,17 +280,27 @@ def _score_killed_once(folder: Path, name: str, port: int) -> None:
         max_in_flight=4,
     )
     figures = folder / "trajectories" / name / "teacher.jsonl"
-    with (folder / f"{name}.log").open("ab") as output:
-        process = subprocess.Popen(line, cwd=folder, stdout=output, stderr=output)
-        wait_until(lambda: process.poll() is not None or figures.exists())
-        process.kill()
-        process.wait()
+    for _ in range(kills):
+        _kill_once_it_scored(line, folder, name, figures)
     done = subprocess.run(line, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"FAILED teacher of {name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
     segments = [line["segment"] for line in lines(figures)]
     if len(segments) != len({*segments}):
         sys.exit(f"FAILED teacher of {name}: a figure was paid for twice")
+
+
+def _kill_once_it_scored(line: list[str], folder: Path, name: str, figures: Path) -> None:
+    before = figures.stat().st_size if figures.exists() else 0
+    with (folder / f"{name}.log").open("ab") as output:
+        process = subprocess.Popen(line, cwd=folder, stdout=output, stderr=output)
+        wait_until(
+            lambda: (
+                process.poll() is not None or (figures.exists() and figures.stat().st_size > before)
+            )
+        )
+        process.kill()
+        process.wait()
 
 
 def _export(folder: Path, name: str, kind: str, **options: object) -> None:
