@@ -60,7 +60,7 @@ def parse_name(reference: str) -> RegistryName:
     if host == "localhost":
         raise ImageError(
             f"image {reference!r}: names below localhost/ are images of this machine, which no "
-            "registry has; build them (build_images), or save them into the directory of --images"
+            "registry has; build them (`images TASKS`), or save them into the directory of --images"
         )
     repository, colon, tag = path.partition(":")
     if host in _HUB_NAMES:
