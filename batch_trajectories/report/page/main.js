@@ -130,7 +130,22 @@ const ANYWHERE = {
   "?": () => $("help").showModal(),
 };
 
+// What drops over the page is closed by Escape, and by a click elsewhere.
+function openDrop(target) {
+  return target.closest?.("details.drop[open]") ?? null;
+}
+
+function closeDrops(but = null) {
+  for (const drop of document.querySelectorAll("details.drop[open]")) if (drop !== but) drop.open = false;
+}
+
 function onKey(event) {
+  const drop = event.key === "Escape" && openDrop(event.target);
+  if (drop) {
+    closeDrops();
+    drop.querySelector("summary").focus();
+    return;
+  }
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
   const field = event.target.closest?.("input, select, textarea");
   if (field) {
@@ -215,6 +230,7 @@ async function start() {
   listenToTabs();
   window.addEventListener("hashchange", show);
   document.addEventListener("keydown", onKey);
+  document.addEventListener("click", ({ target }) => target.isConnected && closeDrops(openDrop(target) ?? target.closest?.("details.drop")));
   $("show-help").addEventListener("click", () => $("help").showModal());
   try {
     await source.start();

@@ -11,11 +11,22 @@ function startSteering() {
     if (given.length) steer({ do: "limits", ...Object.fromEntries(given) });
     else answered("Give a number first.");
   });
+  $("steer-seen").addEventListener("click", () => answered(""));
+  $("show-steering").addEventListener("click", () => openSteering(!$("run-state").classList.contains("open")));
 }
 
+// On a narrow screen, where what steers is below a button.
+function openSteering(isOpen) {
+  $("run-state").classList.toggle("open", isOpen);
+  $("show-steering").setAttribute("aria-expanded", String(isOpen));
+}
+
+// What the run said lies over what is below it, so that nothing moves.
 function answered(words, isRefused = false) {
-  $("steer-answer").className = isRefused ? "mark" : "";
+  $("steer-said").hidden = !words;
+  $("steer-said").classList.toggle("mark", isRefused);
   $("steer-answer").textContent = visible(words);
+  if ($("live-answer")) $("live-answer").textContent = visible(words);
 }
 
 async function steer(request) {
@@ -32,20 +43,28 @@ function stopConversation(id) {
   return steer({ do: "stop", id });
 }
 
+// What a run does now, besides the numbers on top of the page.
+function workWords({ running, turns_per_s: turns, input_tokens_per_s: input, output_tokens_per_s: output, limit }) {
+  const rate = turns == null ? null : `${digits(turns)} turns/s`;
+  const tokens = input || output ? `tokens/s ${short(Math.round(input))} in, ${short(Math.round(output))} out` : null;
+  return [`${count(running)} running`, limit, rate, tokens].filter(Boolean).join(" · ");
+}
+
 function showRunState() {
   const { run } = about;
   fill(($("state-mark").replaceChildren(), $("state-mark")), {}, [stateMark(run)]);
   fill(($("state-line").replaceChildren(), $("state-line")), {}, [
-    run.tasks ? progressOf({ ...run, now: null }) : null, run.now ? h("span", { class: "soft" }, ` ${run.now.line}`) : stageOf(run),
+    run.tasks ? progressOf({ ...run, now: null }) : null, run.now ? h("span", { class: "soft" }, ` · ${workWords(run.now)}`) : stageOf(run),
   ]);
+  $("state-line").title = visible(run.now?.line ?? "");
   $("run-state").hidden = !isAtWork(run); // the overview says all of a run that has ended
   $("steer").hidden = !run.can_steer;
+  $("retry").disabled = !run.failed;
   $("pause").textContent = run.state === "paused" ? "Resume" : "Pause";
-  if (!run.now) $("flight").hidden = true;
+  if (!isAtWork(run)) showFlight({ conversations: [], count: 0 });
 }
 
 function showFlight({ conversations, count: all }) {
-  $("flight").hidden = !all;
   $("flight-count").textContent = count(all);
   const rowsBy = new Map([...$("flight-rows").children].map((row) => [row.dataset.id, row]));
   const line = (one) => {
@@ -56,6 +75,6 @@ function showFlight({ conversations, count: all }) {
     row.children[2].textContent = visible(`${one.doing === "tools" ? one.tool ?? (one.calls ?? []).join(", ") : "model"} for ${seconds(one.idle_s)}`);
     return row;
   };
-  const lines = conversations.map(line);
+  const lines = conversations.length ? conversations.map(line) : [h("tr", {}, h("td", { colspan: 4, class: "soft" }, "none at this moment"))];
   if (lines.length !== $("flight-rows").children.length || lines.some((row, n) => $("flight-rows").children[n] !== row)) $("flight-rows").replaceChildren(...lines);
 }
