@@ -14,6 +14,9 @@ const SUM_ROWS = [
   ["spent in all", (sums) => money(sums.spent_usd, sums.spent_unknown)],
 ];
 
+// Whether a line of sums says something: not where all runs have nothing.
+const isSaid = ([name, value], columns) => columns.some(([, of]) => !["0", "$0", "–"].includes(String(value(of))));
+
 const signed = (n) => (n == null ? "" : `${n > 0 ? "+" : ""}${digits(n)}`);
 const nameOf = (key) => runs.get(key)?.name ?? key;
 const valueText = (value) => (typeof value === "string" ? value : JSON.stringify(value) ?? "not set");
@@ -37,11 +40,11 @@ function sumsOfRuns(comparisons) {
   const verdicts = [...new Set(columnsOf.flatMap(([, of]) => Object.keys(of.labels)))].sort();
   const line = (name, value) => h("tr", {}, h("th", { scope: "row" }, name), columnsOf.map((column) => h("td", { class: "number" }, value(column))));
   const share = (n, all) => `${count(n ?? 0)} (${percent(n ?? 0, all)})`;
-  return h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Sums of the runs" }, h("table", { class: "plain sums" },
+  return h("div", { class: "wide part", tabindex: 0, role: "region", "aria-label": "Sums of the runs" }, h("table", { class: "plain sums" },
     h("thead", {}, h("tr", {}, h("td", {}), columnsOf.map(([key]) => h("th", { scope: "col", class: "number" }, h("a", { href: keyLink(key) }, nameOf(key)))))),
     h("tbody", {},
       statuses.map((status) => line(status, ([, of]) => share(of.statuses[status], of.records))),
-      SUM_ROWS.map(([name, value, paired]) => line(name, ([, of, means]) => [value(of), paired && means[paired] != null && h("small", {}, ` ${signed(means[paired])} a task`)])),
+      SUM_ROWS.filter((row) => isSaid(row, columnsOf)).map(([name, value, paired]) => line(name, ([, of, means]) => [value(of), paired && means[paired] ? h("small", {}, ` ${signed(means[paired])} a task`) : null])),
       verdicts.map((verdict) => line(`decided: ${verdict}`, ([, of]) => count(of.labels[verdict] ?? 0))))));
 }
 
@@ -55,6 +58,7 @@ function differences({ first, second, options, same_dataset: isSame, both, only,
   return h("section", {},
     h("h3", {}, `${nameOf(first)} and ${nameOf(second)}`),
     h("p", {}, `${plural(both, "task")} with a record in both; ${count(only[0].length + (more.only?.[0] ?? 0))} only in the first, ${count(only[1].length + (more.only?.[1] ?? 0))} only in the second${isSame ? "" : "; the datasets differ"}.`),
+    !Object.keys(options).length && !judged.length && !changed.length && !labelled.length ? h("p", {}, "The same options, and no task ended differently.") : null,
     Object.keys(options).length ? h("details", { class: "part", open: true }, h("summary", {}, "Options that differ"),
       h("div", { class: "wide" }, h("table", { class: "plain" }, h("tbody", {}, Object.entries(options).map(([name, [a, b]]) => h("tr", {},
         h("th", { scope: "row" }, name), h("td", {}, valueText(a)), h("td", {}, valueText(b)))))))) : null,
