@@ -167,7 +167,7 @@ def verdict_lines(run_dir: Path, scan: Scan) -> Iterator[dict[str, Any]]:
                 if (entry := index.get(key)) is None:
                     break
                 record = read_record(records, entry.offset, entry.length, key)
-                parts.append(_read_step(record))
+                parts.append(read_step(record))
             else:
                 yield _make_line(record.prompt_id, parts)
 
@@ -186,7 +186,7 @@ def shows_defect(part: Mapping[str, Any]) -> bool:
     return _outcome(part) != "failed"
 
 
-def _read_step(record: Record) -> dict[str, Any]:
+def read_step(record: Record) -> dict[str, Any]:
     """The fields of a step's record that a verdict needs."""
     step = audit_step(record.sample)
     part: dict[str, Any] = {"step": step.name}
@@ -287,6 +287,26 @@ def _outcome(part: Mapping[str, Any]) -> str:
 
 def _step_name(part: Mapping[str, Any]) -> str:
     return str(part["step"]) + (f" {part['way']}" if "way" in part else "")
+
+
+def step_title(part: Mapping[str, Any]) -> str:
+    """The name of a step with its way, or with the number of its repetition."""
+    return f"{part['step']} {part.get('way') or part['repetition']}"
+
+
+def step_result(part: Mapping[str, Any]) -> str:
+    """The result of a step, in a line."""
+    if (error := part.get("error")) is not None:
+        return f"{error['class']}: {_last_line(error['message'])}"
+    if (why := part.get("not_tried")) is not None:
+        return f"not tried: {why}"
+    if part["step"] == "leak":
+        leaks = part.get("found") or ()
+        return "; ".join(leak["what"] for leak in leaks[:_LEAKS_SHOWN]) or "no leak found"
+    if part["step"] == "reference" and not part["has_reference"]:
+        return "the row has no solution"
+    outcome = _outcome(part)
+    return outcome if outcome == "passed" else f"{outcome}: {_describe_end(part)}"
 
 
 def _describe_end(part: Mapping[str, Any]) -> str:

@@ -12,10 +12,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from multidict import MultiMapping
 
+from batch_trajectories.audit.verdicts import read_step, shows_defect
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.basics.validation import did_you_mean
 from batch_trajectories.engine.control import refuse_strangers, steer
 from batch_trajectories.engine.run_dir import read_holder, read_run_json
+from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.scores import agreed_verdict, score_key
 from batch_trajectories.report.page.writer import dataset_name
 from batch_trajectories.view import conversation as live
@@ -205,6 +207,7 @@ def record(state: State, query: Query, body: Any) -> dict[str, Any]:
         "row": _add_labels(run, row),
         "record": orjson.Fragment(stored.splice({})),
         "form": orjson.Fragment(make_form(run.place, stored)),
+        "step": _describe_step(stored),
         "requests": describe_requests(stored),
         "around": {
             "place": None if place < 0 else place,
@@ -213,6 +216,14 @@ def record(state: State, query: Query, body: Any) -> dict[str, Any]:
             **_find_undecided(selected, query, ordered, number),
         },
     }
+
+
+def _describe_step(stored: Record) -> dict[str, Any] | None:
+    """The step of an audit that a record is, as in tasks.jsonl; None for a conversation."""
+    if stored.audit is None:
+        return None
+    part = read_step(stored)
+    return {**part, "against": shows_defect(part)}
 
 
 def _find_undecided(

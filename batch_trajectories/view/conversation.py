@@ -134,6 +134,8 @@ def find_siblings(
         "turns",
         "calls",
         "cost_usd",
+        "step",
+        "answer",
         "record",
     )
     siblings = [

@@ -11,6 +11,14 @@ const AUDIT_COLUMNS = [
   { key: "check_s", name: "Check", number: true, rem: 7, cell: (row) => seconds(row.check_s) },
 ];
 
+// Of an audit whose rows are steps: a page with a server has them as they come.
+const STEP_COLUMNS = [
+  { key: "passed", name: "Verdict", rem: 9.6, cell: verdictCell },
+  { key: "id", name: "Task", rem: 0, cell: titleCell },
+  { key: "step", name: "Step", rem: 10, cell: (row) => twoLines(row.step) },
+  { key: "answer", name: "Result", share: 38, less: true, cell: (row) => twoLines(row.answer) },
+];
+
 function startAudit() {
   $("funnel").hidden = true;
   $("tab-conversations").textContent = "Tasks";
@@ -41,6 +49,8 @@ function auditCharts(found, pick) {
   ].filter(Boolean);
 }
 
+const isErrorOf = (error) => typeof error === "object" && error !== null;
+
 // What was done in a step, and what came of it.
 function stepBlock(part) {
   const { step, way, repetition, against, command, forged, solution, not_applied: notApplied, not_tried: notTried, setup_s: setup, check, ...facts } = part;
@@ -49,7 +59,7 @@ function stepBlock(part) {
   const known = (values) => Object.fromEntries(Object.entries(values).filter(([, value]) => value != null && value !== ""));
   const done = known({ command, "forged files": forged?.join("\n"), solution, "cannot be applied": notApplied, "not tried": notTried });
   const result = known({
-    error, passed: check ? passed : answer, "why it means nothing": hollow,
+    error: isErrorOf(error) ? `${error.class}: ${error.message}` : error, passed: check ? passed : answer, "why it means nothing": hollow,
     leaks: found && (found.map(({ what }) => what).join("\n") || "none"), ...judged,
   });
   const name = `${step} ${way ?? repetition ?? ""}`;
@@ -59,6 +69,19 @@ function stepBlock(part) {
     h("div", { class: "sides" },
       h("div", {}, h("h5", {}, "done"), Object.keys(done).length ? valuesBlock(done) : h("p", { class: "soft" }, "nothing")),
       h("div", {}, h("h5", {}, "result"), Object.keys(result).length ? valuesBlock(result) : h("p", { class: "soft" }, "none"))));
+}
+
+// A step of an audit beside the other steps of its task.
+function stepOfAudit(read) {
+  const { row, record, around, step: { digest, image, ...part } } = read;
+  return [
+    ...readerHead(row, around),
+    verdictHead(row, record),
+    h("div", { class: "folds" }, fold("facts", "dataset row", () => jsonBlock(record.row)),
+      fold("facts raw", "raw JSON", () => h("pre", { class: "text", tabindex: 0 }, jsonText(record)))),
+    source.beforeMessages?.(read),
+    h("div", { class: "messages" }, stepBlock(part)),
+  ].flat();
 }
 
 function taskOfAudit(record, row, around) {

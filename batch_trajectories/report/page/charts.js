@@ -64,7 +64,7 @@ function stackedBars(steps, width, titleOf) {
     };
     return [part("good", passed), part("bad", failed), part("plain-bar", all - passed - failed)];
   });
-  return [bars, svg("text", { class: "soft", x: 4, y: LOW - HIGH - 3 }, plural(tallest, meta.is_audit ? "task" : "conversation"))];
+  return [bars, svg("text", { class: "soft", x: 4, y: LOW - HIGH - 3 }, plural(tallest, rowWord()))];
 }
 
 const stepsOf = ({ heights, passed = [], failed = [] }) => heights.map((all, n) => ({ all, passed: passed[n] ?? 0, failed: failed[n] ?? 0 }));
@@ -140,11 +140,13 @@ function checkItems(found, pick) {
   const item = (name, kind, n) => (
     { name, parts: [[kind, n]], words: `${short(n)}, ${percent(n, found.count)}`, pick: () => pick(name) });
   return [
-    item("passed", "good", found.passed),
-    item("not passed", "bad", found.not_passed),
-    item("not checked or scored", "rest", found.unjudged),
-  ].filter(({ parts: [[, n]] }) => n);
+    item(verdictNames()[0], "good", found.passed),
+    item(verdictNames()[1], "bad", found.not_passed),
+    !meta.is_steps && item("not checked or scored", "rest", found.unjudged),
+  ].filter((one) => one && one.parts[0][1]);
 }
+
+const rowWord = () => meta.is_audit ? "task" : meta.is_steps ? "step" : "conversation";
 
 function statusItems({ statuses, count: all }, pick) {
   return statuses.map(([name, n]) => ({
@@ -163,10 +165,10 @@ function drawCharts(found, pick) {
     return;
   }
   const { sums, failures, histograms } = found;
-  const legend = meta.is_checked && h("p", { class: "legend" }, h("span", { class: "good" }, "passed"), h("span", { class: "bad" }, "did not pass"), h("span", { class: "plain-bar" }, "not judged"));
+  const legend = meta.is_checked && h("p", { class: "legend" }, h("span", { class: "good" }, verdictNames()[0]), h("span", { class: "bad" }, meta.is_steps ? verdictNames()[1] : "did not pass"), h("span", { class: "plain-bar" }, "not judged"));
   const drawn = [
-    bars("Statuses", found.count === 1 ? "1 conversation" : `${count(found.count)} conversations`, statusItems(found, pick)),
-    meta.is_checked && bars("Checks", meanReward(found), checkItems(found, (flag) => pick({ flag }))),
+    bars("Statuses", plural(found.count, rowWord()), statusItems(found, pick)),
+    meta.is_checked && bars(meta.is_steps ? "Verdicts" : "Checks", meta.is_steps ? plural(found.count, "step") : meanReward(found), checkItems(found, (flag) => pick({ flag }))),
     meta.is_checked && has("reward") && histogram("Rewards", "reward", histograms.reward, digits),
     timeline(found.over_time),
     bars("Tools", `${count(sums.calls)} calls, ${percent(sums.failed_calls, sums.calls)} failed`,
@@ -188,7 +190,7 @@ function meanReward({ sums, known }) {
 
 // Of the whole run, whatever the filters say: groups are only whole there.
 function rewardTiles(tile) {
-  if (!meta.rewards) return [];
+  if (!meta.rewards || meta.is_steps) return [];
   const { by_name: byName, pass_at: passAt, stopped_at: stoppedAt, models = [] } = meta.rewards;
   const spread = (of) => `std ${digits(of.std)}${of.groups ? `; within ${plural(of.groups, "prompt")} ${digits(of.mean_group_std)}, ${count(of.equal_groups)} all equal` : ""}`;
   const shown = Object.entries(byName).filter(([name, of]) => name !== "reward" || of.groups);
@@ -218,9 +220,9 @@ function drawTiles(found) {
     : `${known.cached_tokens < known.input_tokens ? "at least " : ""}${percent(sums.cached_tokens, sums.input_tokens)} cached`;
   const judges = meta.judges && (meta.judges.usd || meta.judges.unknown);
   $("tiles").replaceChildren(...[
-    tile("Conversations", count(all), `of ${plural(meta.tasks, "task")}`),
+    tile(`${firstUpper(rowWord())}s`, count(all), `of ${plural(meta.tasks, meta.is_steps ? "step" : "task")}`),
     tile("Completed", percent(completed, all), count(completed)),
-    meta.is_checked && tile("Passed", percent(passed, known.passed), `${count(passed)} of ${count(known.passed)} checked or scored, ${meanReward(found)}`),
+    meta.is_checked && !meta.is_steps && tile("Passed", percent(passed, known.passed), `${count(passed)} of ${count(known.passed)} checked or scored, ${meanReward(found)}`),
     ...rewardTiles(tile),
     has("turns") && tile("Turns", short(sums.turns), all ? `${(sums.turns / all).toFixed(1)} each` : ""),
     has("calls") && tile("Tool calls", short(sums.calls), `${percent(sums.failed_calls, sums.calls)} failed`),

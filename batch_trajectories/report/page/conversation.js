@@ -261,14 +261,14 @@ function trainingWords(form) {
 // The prompt and what became of it, each in a line.
 function verdictHead(row, record) {
   const prompt = row.prompt ?? "";
-  const verdict = row.passed == null ? h("span", { class: "soft" }, meta.is_checked ? "not judged" : "no check")
-    : h("span", { class: `status ${row.passed ? "good" : "bad"} as-verdict` }, row.passed ? "✓ passed" : "✗ not passed");
+  const verdict = row.passed == null ? h("span", { class: "soft" }, record.finished_at === undefined ? "not over yet" : meta.is_checked ? "not judged" : "no check")
+    : passMark(row.passed);
   const part = (name, value) => value == null || value === "" ? null : h("span", { class: "part-of-head", title: visible(value) }, h("span", { class: "soft" }, `${name} `), value);
   const reward = row.reward == null || (row.passed != null && row.reward === Number(row.passed)) ? null : digits(row.reward);
   return h("section", { class: "verdict-head", "aria-label": "Prompt and verdict" },
     h("p", { title: visible(prompt) }, prompt),
     h("p", {}, verdict,
-      part("answer", row.answer), part("expected", row.expected), part("reward", reward),
+      part(row.step ? `${row.step}:` : "answer", row.answer), part("expected", row.expected), part("reward", reward),
       record.status_reason && !record.error && record.status_reason !== "not the expected answer" ? h("span", { class: "soft part-of-head", title: visible(record.status_reason) }, record.status_reason) : null));
 }
 
@@ -289,6 +289,7 @@ function readerHead(row, { before, after, place, matching: all }) {
 function conversation(read) {
   const { row, record, form, around } = read;
   if (meta.is_audit) return taskOfAudit(record, row, around);
+  if (read.step) return stepOfAudit(read);
   return [
     ...readerHead(row, around),
     verdictHead(row, record),
@@ -309,7 +310,7 @@ function sideFacts(row, record) {
     ["model", record.model_returned && record.model_returned !== record.model ? `${record.model} (${record.model_returned})` : record.model],
     ["turns", count(record.turns.length)],
     ["calls", !row.calls ? "" : row.failed_calls ? `${count(row.calls)}, ${count(row.failed_calls)} failed` : count(row.calls)],
-    ["tokens", usage.input_tokens || usage.output_tokens ? `${short(usage.input_tokens)} in, ${short(usage.output_tokens)} out` : ""],
+    ["tokens", [[usage.input_tokens, "in"], [usage.output_tokens, "out"]].filter(([n]) => n).map(([n, way]) => `${short(n)} ${way}`).join(", ")],
     ["from a cache", cached],
     ["cost", record.cost_usd ? dollars(record.cost_usd) : ""], ["time at work", row.duration_s == null ? "" : seconds(row.duration_s)],
     ["ended", record.finished_at == null ? "" : moment(record.finished_at)], ["attempt", record.attempt > 1 ? count(record.attempt) : ""],
@@ -327,7 +328,7 @@ function foldsOf(record, form) {
   return h("div", { class: "folds" },
     form && fold(`facts training${form.file === "training" ? " is-row" : ""}`, trainingWords(form), () => trainingForm(form)),
     record.check && fold("facts check", "output of the check", () => checkBlock(record.check)),
-    fold("facts", "dataset row", () => jsonBlock(record.row)),
+    Object.keys(record.row).length ? fold("facts", "dataset row", () => jsonBlock(record.row)) : null,
     record.tools.length ? fold("facts", `tools offered (${record.tools.length})`, () => h("dl", { class: "arguments" }, record.tools.map((tool) => [
       h("dt", {}, tool.function.name), h("dd", {}, textBlock(tool.function.description ?? "")),
     ]))) : null,

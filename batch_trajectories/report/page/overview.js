@@ -38,7 +38,7 @@ function sentenceOf({ words = null, ended, tasks, isRunning, passed, judged, com
 // The five numbers of a run, as [name, value, words]; an audit has fewer.
 function numbersOf({ steps, ended, done, failed, tasks, isRunning, passed, judged, completed, trainingRows, costUsd, costUnknown, leftS, tookS, sound }) {
   if (meta.is_audit) return [["Tasks", count(ended), ""], ["Sound", count(sound), percent(sound, ended)], ["With a defect", count(ended - sound), percent(ended - sound, ended)]];
-  if (steps) return numbersOfSteps(steps, { passed, judged, costUsd, tookS });
+  if (steps) return numbersOfSteps(steps, { tookS });
   const progress = ["Done", count(done), tasks == null ? "" : `of ${count(tasks)}${failed ? `, ${count(failed)} failed` : ""}`];
   const verdict = judged ? ["Passed", percent(passed, judged), `${count(passed)} of ${count(judged)}`]
     : ["Completed", completed == null ? "–" : percent(completed, ended), completed == null ? "" : count(completed)];
@@ -51,26 +51,29 @@ function numbersOf({ steps, ended, done, failed, tasks, isRunning, passed, judge
 }
 
 // Of an audit whose rows are steps.
-function numbersOfSteps({ done, failed, all, tasks, verdicts }, { passed, judged, tookS }) {
+function numbersOfSteps({ done, failed, all, tasks, verdicts, against }, { tookS }) {
   return [
     ["Tasks", count(tasks), ""],
     ["Sound", verdicts ? count(verdicts.sound ?? 0) : "–", verdicts ? percent(verdicts.sound ?? 0, tasks) : "said at the end"],
     ["Steps", count(done + failed), `of ${count(all)}${failed ? `, ${count(failed)} without a result` : ""}`],
-    ["Checks passed", percent(passed, judged), `${count(passed)} of ${count(judged)}`],
+    ["Against their task", against == null ? "–" : count(against), against == null ? "" : `${percent(against, done + failed)} of the steps`],
     ["Time", tookS == null ? "–" : seconds(tookS), tookS == null ? "" : "from start to end"],
   ];
 }
 
 // What went wrong, the worst first: {words, reason, pick: filters, examples: ids}.
-function problemsOf({ steps, ended, failed, passed, judged, trainingRows, isRunning, statuses }) {
+function problemsOf({ steps, ended, failed, passed, judged, trainingRows, isRunning, statuses, unreadable }) {
   const found = [];
+  if (unreadable) {
+    found.push({ words: `${plural(unreadable, "record")} cannot be read`, reason: `\`verify ${meta.run_name}\` names ${unreadable === 1 ? "it" : "them"}, and says what to do` });
+  }
   if (meta.is_audit) return verdictLines(statuses);
-  if (steps) return verdictLines(Object.entries(steps.verdicts ?? {}), `\`report ${meta.run_name}\` shows each with its evidence`);
+  if (steps) return [...found, ...verdictLines(Object.entries(steps.verdicts ?? {}), `\`report ${meta.run_name}\` shows each with its evidence`, { flag: "against its task" })];
   const [error] = meta.errors;
   if (failed) {
     found.push({
       words: failed === ended ? `All ${plural(failed, "conversation")} failed` : `${plural(failed, "conversation")} failed`,
-      reason: error && `${plural(error.count, "attempt")}: ${error.class}: ${error.message}`, pick: { status: "failed" },
+      reason: error && `${plural(error.count, "attempt")}: ${error.class}: ${error.message}`, pick: { status: "failed" }, part: error && "errors",
     });
   }
   if (judged >= 10 && !passed) {
@@ -96,11 +99,11 @@ function problemsOf({ steps, ended, failed, passed, judged, trainingRows, isRunn
 }
 
 // The verdicts of an audit that are against its tasks, the most frequent first.
-function verdictLines(verdicts, more) {
+function verdictLines(verdicts, more, pick = null) {
   const against = verdicts.filter(([name]) => name !== "sound").sort((a, b) => b[1] - a[1]);
   if (!against.length) return [];
   const all = against.reduce((total, [, n]) => total + n, 0);
-  return [{ words: `${plural(all, "task")} with a defect`, reason: [against.map(([name, n]) => `${count(n)} ${name}`).join(", "), more].filter(Boolean).join("; ") }];
+  return [{ words: `${plural(all, "task")} with a defect`, reason: [against.map(([name, n]) => `${count(n)} ${name}`).join(", "), more].filter(Boolean).join("; "), pick }];
 }
 
 const firstUpper = (text) => text.charAt(0).toUpperCase() + text.slice(1);
@@ -118,13 +121,22 @@ function pickOfLost(reason) {
 // Whether the filters of the page know what is picked.
 const canPick = (pick) => pick && Object.entries(pick).every(([name, value]) => source.choices[name]?.includes(value));
 
-function problemLine({ words, brief, reason, name, pick, examples = [] }) {
+function problemLine({ words, brief, reason, name, pick, part, examples = [] }) {
   const shown = examples.slice(0, 3).flatMap((id, n) => [n ? ", " : " ", source.has(id) ? h("a", { href: source.link(id) }, visible(id)) : visible(id)]);
   const said = brief ? [h("span", { class: "in-full" }, words), h("span", { class: "in-brief" }, brief)] : words;
   return h("li", { "data-name": name, title: name && `${words} (${name})` },
-    canPick(pick) ? h("button", { type: "button", class: "as-link", title: "Show these conversations", click: () => showPicked(pick) }, said) : h("strong", {}, said),
+    canPick(pick) ? h("button", { type: "button", class: "as-link", title: `Show these ${rowWord()}s`, click: () => showPicked(pick) }, said)
+      : part ? h("button", { type: "button", class: "as-link", title: "Show the failed attempts", click: () => showPart(part) }, said) : h("strong", {}, said),
     reason && h("span", { class: "reason" }, reason),
     examples.length ? h("span", { class: "soft" }, "such as", shown) : null);
+}
+
+// A part of the tab "Details", such as the attempts of conversations that have no row.
+function showPart(id) {
+  showTab("details");
+  $(id).open = true;
+  $(id).querySelector("summary").focus();
+  $(id).scrollIntoView({ block: "nearest" });
 }
 
 function showPicked(pick) {
@@ -223,7 +235,7 @@ function takeState(hash) {
   for (const name of Object.keys(filters)) filters[name] = isBox(name) ? parts.get(name) === "yes" : parts.get(name) ?? "";
   const sort = parts.get("sort") ?? "";
   const key = sort.replace(/^-/, "");
-  const all = meta.is_audit ? AUDIT_COLUMNS : COLUMNS;
+  const all = allColumns();
   Object.assign(order, all.some((column) => column.key === key) ? { key, down: sort.startsWith("-") } : { key: null, down: false });
   const names = (parts.get("columns") ?? "").split(" ").filter((name) => all.some((column) => column.key === name));
   chosenColumns = names.length ? names : null;

@@ -22,6 +22,10 @@ const isWorthAColumn = (key, value) => value != null && value !== "" && value !=
 const has = (key) => meta.has.includes(key);
 const hasSamples = () => meta.samples > 1 && !meta.is_audit;
 
+// What a verdict is called: of conversations, and of the steps of an audit.
+const verdictNames = () => meta.is_steps ? ["as expected", "against its task"] : ["passed", "not passed"];
+const allColumns = () => meta.is_audit ? AUDIT_COLUMNS : meta.is_steps ? STEP_COLUMNS : COLUMNS;
+
 // `rem` is the width, or `share` of the whole in percent; the prompt has the rest. `isThere`: whether the run has it; `isExtra`: shown if chosen.
 const COLUMNS = [
   { key: "passed", name: "Verdict", rem: 7.6, isThere: () => meta.is_checked, cell: verdictCell },
@@ -59,9 +63,14 @@ let chosenColumns = null; // keys of the columns that the user chose; null: what
 // On narrow screens a long name goes on in a second line, after one of its parts.
 const statusMark = (status) => h("span", { class: `status ${statusKind(status)}` }, status.split(/(?<=_)/).map((part, n) => [n > 0 && h("wbr"), part]));
 
+function passMark(passed) {
+  const [good, bad] = verdictNames();
+  return h("span", { class: `status ${passed ? "good" : "bad"} as-verdict` }, passed ? `✓ ${good}` : `✗ ${bad}`);
+}
+
 function verdictCell(row) {
   if (row.passed == null) return statusMark(row.status);
-  return h("div", { class: "two-lines" }, h("span", { class: `status ${row.passed ? "good" : "bad"} as-verdict` }, row.passed ? "✓ passed" : "✗ not passed"),
+  return h("div", { class: "two-lines" }, passMark(row.passed),
     row.status === "completed" ? null : h("small", {}, row.status));
 }
 
@@ -72,12 +81,15 @@ function titleCell(row, place) {
   const { group } = row;
   const isGrouped = group && !order.key && !meta.is_audit;
   const before = isGrouped && place > 0 ? source.rowAt(place - 1) : null;
-  const badge = group && h("span", { class: `badge ${group.passed ? "good" : group.judged ? "bad" : ""}` },
-    group.judged ? `${count(group.passed)} of ${count(group.samples)} passed` : plural(group.samples, "sample"));
+  const isGood = group && (meta.is_steps ? group.passed === group.samples : group.passed);
+  const badge = group && h("span", { class: `badge ${isGood ? "good" : group.judged ? "bad" : ""}` },
+    group.judged ? `${count(group.passed)} of ${count(group.samples)} ${meta.is_steps ? "as expected" : "passed"}` : plural(group.samples, "sample"));
+  // On narrow screens, which have no room for its column.
+  const answer = row.answer && h("span", { class: "snippet answer" }, row.step ? `${row.step}: ` : "→ ", row.answer);
   if (before?.prompt_id === row.prompt_id && isGrouped) {
-    return h("div", { class: "sample" }, h("span", { class: "snippet" }, `sample ${row.sample}`), link);
+    return h("div", { class: "sample" }, row.step ? null : h("span", { class: "snippet" }, `sample ${row.sample}`), h("span", { class: "under" }, link, answer));
   }
-  return [h("span", { class: "prompt" }, words), h("span", { class: "under" }, link, badge, row.answer && h("span", { class: "snippet answer" }, "→ ", row.answer))];
+  return [h("span", { class: "prompt" }, words), h("span", { class: "under" }, link, badge, answer)];
 }
 
 const PROMPT_REM = 16;
@@ -104,7 +116,7 @@ function fitColumns() {
 }
 
 function chooseColumns() {
-  const there = (meta.is_audit ? AUDIT_COLUMNS : COLUMNS).filter((column) => column.isThere?.() ?? true);
+  const there = allColumns().filter((column) => column.isThere?.() ?? true);
   columns = chosenColumns ? there.filter((column) => chosenColumns.includes(column.key) || column.key === "id")
     : fittingColumns(there.filter((column) => !column.isExtra?.()));
   $("table").classList.toggle("chosen", chosenColumns !== null);
@@ -135,6 +147,7 @@ function takeColumns(keys) {
 
 // Rows come first, then what is drawn of all of them; an answer that is late is left out.
 async function applyFilters({ stays = false } = {}) {
+  if (meta === null) return; // another run is being read
   searches += 1;
   const search = searches;
   try {

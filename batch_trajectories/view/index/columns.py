@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import orjson
 import pyarrow as pa
 
+from batch_trajectories.audit.verdicts import read_step, shows_defect, step_result, step_title
 from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.records.record_types import Record
@@ -19,7 +20,7 @@ from batch_trajectories.records.tasks import task_key
 from batch_trajectories.report.facts import make_table_row
 from batch_trajectories.report.page.writer import training_form
 
-FORMAT = 3
+FORMAT = 4
 """Raise it when columns change: indexes of earlier formats are made again."""
 
 _TEXTS, _COUNTS, _NAMES = pa.list_(pa.string()), pa.list_(pa.int64()), pa.list_(pa.string())
@@ -33,6 +34,7 @@ KINDS: Mapping[str, tuple[str, pa.DataType]] = {
     "prompt": ("text", pa.string()),
     "answer": ("text", pa.string()),
     "expected": ("text", pa.string()),
+    "step": ("text", pa.string()),
     "model": ("category", pa.string()),
     **{name: ("number", pa.int64()) for name in ("turns", "calls", "failed_calls")},
     **{f"{name}_tokens": ("number", pa.int64()) for name in ("input", "output", "cached")},
@@ -76,7 +78,7 @@ SCHEMA = pa.schema(
         *_HIDDEN.items(),
     ]
 )
-_SEARCHED = ("id", "prompt", "answer", "reason", "error", "model")
+_SEARCHED = ("id", "prompt", "step", "answer", "reason", "error", "model")
 _SHOWN = [name for name in SCHEMA.names if name not in ("key", "search", "offset", "length")]
 
 
@@ -92,7 +94,9 @@ def column_values(record: Record, place: LinePlace, style: Style) -> dict[str, A
     """The columns of one record."""
     own = AuthoredWork(record)
     form = training_form(record, own, style=style, key_of=len)
-    row = make_table_row(record, own)
+    row = make_table_row(record, own) | {"step": None}
+    if record.audit is not None:
+        row |= _step_values(record, row["flags"])
     tools, failures, rewards = row.pop("tools"), row.pop("failures"), row.pop("rewards")
     return {
         **row,
@@ -110,6 +114,23 @@ def column_values(record: Record, place: LinePlace, style: Style) -> dict[str, A
         "length": place.length,
         "score_places": list(place.scores),
         "search": "\n".join(row[name] or "" for name in _SEARCHED).lower(),
+    }
+
+
+AS_EXPECTED, AGAINST = "as expected", "against its task"
+"""Flags of the steps of an audit."""
+
+
+def _step_values(record: Record, flags: Sequence[str]) -> dict[str, Any]:
+    """The columns of a step of an audit: a step "passes" if it shows no defect of its task."""
+    part = read_step(record)
+    is_against = shows_defect(part)
+    others = [flag for flag in flags if flag not in ("passed", "not passed")]
+    return {
+        "step": step_title(part),
+        "answer": step_result(part),
+        "passed": not is_against,
+        "flags": [*others, AGAINST if is_against else AS_EXPECTED],
     }
 
 

@@ -126,7 +126,7 @@ function showLabels(key, id, { labels, verdict }) {
 }
 
 const post = (read, change) => ({ id: read.id, record: read.row.record, ...change });
-const canDecide = () => open && !open.live && about.run.can_label;
+const canDecide = () => open && !open.live && !meta.is_steps && about.run.can_label;
 
 function decideVerdict(verdict) {
   if (!canDecide()) return undefined;

@@ -27,7 +27,7 @@ function requestOf(turn, read) {
 // The other samples of the prompt; they are asked for when the conversation is shown.
 function siblingsOf(read) {
   closePair();
-  const box = h("section", { id: "siblings", "aria-label": "Samples of this prompt", hidden: !hasSamples() }, h("h3", {}, "Samples of this prompt"));
+  const box = h("section", { id: "siblings", "aria-label": meta.is_steps ? "Steps of this task" : "Samples of this prompt", hidden: !hasSamples() }, h("h3", {}, meta.is_steps ? "Steps of this task" : "Samples of this prompt"));
   // As high as it will be, so that the conversation below stays in its place.
   if (hasSamples()) box.style.minHeight = `${40 + 31 * Math.min(meta.samples, 8)}px`;
   ask(runPath(`/siblings?${new URLSearchParams({ id: read.id })}`)).then(({ siblings }) => {
@@ -38,7 +38,7 @@ function siblingsOf(read) {
   return box;
 }
 
-const others = (read) => (read.siblings ?? []).filter(({ id }) => id !== read.id);
+const others = (read) => meta.is_steps ? [] : (read.siblings ?? []).filter(({ id }) => id !== read.id);
 
 function sameWords({ same_turns: same, turns }, read) {
   if (!turns && !read.record.turns.length) return "";
@@ -48,6 +48,10 @@ function sameWords({ same_turns: same, turns }, read) {
 
 function drawSiblings(box, read) {
   box.hidden = false;
+  if (meta.is_steps) {
+    drawSteps(box, read);
+    return;
+  }
   const ofModels = new Set(read.siblings.map(({ model }) => model)).size > 1;
   const line = (one) => {
     const isThis = one.id === read.id;
@@ -62,8 +66,17 @@ function drawSiblings(box, read) {
       h("td", {}, !isThis && h("button", { type: "button", click: () => showPair(one) }, "side by side")));
   };
   box.replaceChildren(
-    h("h3", {}, "Samples of this prompt ", h("small", {}, "s: the next one beside this one")),
+    h("h3", {}, "Samples of this prompt ", h("small", { class: "by-key" }, "s: the next one beside this one")),
     h("div", { class: "wide" }, h("table", { class: "plain" }, h("tbody", {}, read.siblings.map(line)))));
+}
+
+// The steps of the task of an audit: what each did, and whether that is as it should be.
+function drawSteps(box, read) {
+  box.replaceChildren(h("h3", {}, "Steps of this task"), h("div", { class: "wide" }, h("table", { class: "plain" }, h("tbody", {}, read.siblings.map((one) =>
+    h("tr", { class: one.id === read.id && "selected" },
+      h("th", { scope: "row" }, one.id === read.id ? one.step : h("a", { href: source.link(one.id) }, one.step)),
+      h("td", {}, one.passed == null ? "" : passMark(one.passed)),
+      h("td", {}, h("span", { class: "snippet" }, one.answer))))))));
 }
 
 let pair = null; // {id, read}: the sample that is beside the one that is read
@@ -119,10 +132,13 @@ function nextSibling() {
   else showPair(rest[now + 1]);
 }
 
+const SHOWN_OF_PROMPT = 140; // characters, as in the table
+
 // A conversation that is in flight, in the shape of one that has ended.
 function liveRead(live) {
   const record = { ...LONE, status_reason: null, error: null, row: {}, tools: [], toolsets: [], usage: null, cost_usd: null, attempt: null, model: live.model_returned, ...live };
-  const row = { id: live.id, status: live.is_over ? "ended" : "in flight", flags: [], calls: live.tool_calls.length, failed_calls: 0, reward: null, duration_s: null };
+  const asked = live.messages.find((message) => message.role === "user")?.content ?? "";
+  const row = { id: live.id, prompt: asked.slice(0, SHOWN_OF_PROMPT), status: live.is_over ? "ended" : "in flight", flags: [], calls: live.tool_calls.length, failed_calls: 0, reward: null, duration_s: null };
   return { id: live.id, live, row, record, form: null, around: { before: null, after: null, place: null, matching: 0 } };
 }
 
@@ -132,7 +148,9 @@ function liveWords({ live }) {
   const doing = live.is_over ? "it has ended; its record comes"
     : calls.length ? `${calls.map((call) => call.function.name).join(", ")} at work` : "waiting for the model";
   const stop = about.run.can_steer && !live.is_over && h("button", { type: "button", click: () => stopConversation(live.id) }, "Stop this conversation");
-  return h("p", { class: "bar", id: "live" }, h("strong", { role: "status" }, doing), stop);
+  // Drawn again with each event: what the run said stays.
+  const said = $("live-answer")?.dataset.id === live.id ? $("live-answer").textContent : "";
+  return h("p", { class: "bar", id: "live" }, h("strong", { role: "status" }, doing), stop, h("output", { id: "live-answer", class: "soft", role: "status", "data-id": live.id }, said));
 }
 
 function showLive(live) {

@@ -73,17 +73,29 @@ const keyLink = (key) => `#${encodeURIComponent(key)}`;
 
 // Until the rows of a run come, what is read is said, and nothing of another run is left.
 function showReading(key) {
+  const run = runs.get(key);
   meta = null;
-  $("run-state").hidden = !isAtWork(runs.get(key) ?? {});
+  listen(null, null); // what another run says is not asked for
+  showCrumb(key);
+  $("state-mark").replaceChildren();
+  if (run) fill($("state-mark"), {}, [stateMark(run)]);
+  $("state-line").replaceChildren();
+  answered("");
+  $("run-state").hidden = !isAtWork(run ?? {});
   $("sentence").textContent = `Reading ${visible(key)} …`;
   for (const id of ["numbers", "rows", "heads", "tiles", "charts"]) $(id).replaceChildren();
   // As many lines as the problems that the list knows will have, so that the table stays in its place.
-  const run = runs.get(key);
   const lines = Math.min(PROBLEMS_SHOWN, (run?.health?.length ?? 0) + (run?.failed ? 1 : 0) + (run?.checked >= 10 && !run.passed ? 1 : 0) + (run?.training_rows === 0 ? 1 : 0));
   $("problems").replaceChildren(...Array.from({ length: Math.max(1, lines) }, () => h("li", { class: "soft" }, "\u00a0")));
   $("problems").classList.remove("bad");
   $("found").textContent = "";
   $("about").textContent = "";
+}
+
+// The name of the run behind "Runs".
+function showCrumb(key) {
+  $("crumb")?.remove();
+  $("home").after(h("a", { id: "crumb", href: keyLink(key) }, runs.get(key)?.name ?? key));
 }
 
 function leaveRun() {
@@ -101,8 +113,8 @@ function showPlace(name) {
 function metaOf({ run, identity, facts, choices: known }) {
   const flags = new Set((known.flag ?? []).map(([name]) => name));
   return {
-    ...identity, run_name: run.name, is_audit: false, is_counting: facts === null,
-    is_checked: ["passed", "not passed", "check without result"].some((name) => flags.has(name)) || run.checked > 0,
+    ...identity, run_name: run.name, is_audit: false, is_steps: run.is_audit, is_counting: facts === null,
+    is_checked: run.is_audit || ["passed", "not passed", "check without result"].some((name) => flags.has(name)) || run.checked > 0,
     has: known.has ?? [], samples: identity.samples,
     has_leaks: flags.has("a suspected leak"), has_caches: flags.has("tokens from a cache"), has_labels: (known.label ?? []).some(([name]) => name !== "none"),
     tasks: facts?.tasks ?? run.tasks, funnel: facts?.funnel ?? null, signs: facts?.signs ?? [], errors: facts?.errors ?? [],
@@ -135,8 +147,8 @@ async function openRun(key) {
     matching = 0;
   }
   choices("by-label", LABEL_CHOICES);
-  $("crumb")?.remove();
-  $("home").after(h("a", { id: "crumb", href: keyLink(key) }, about.run.name));
+  showCrumb(key);
+  nameRows();
   startTable();
   describeRun();
   showRunState();
@@ -145,6 +157,13 @@ async function openRun(key) {
     if (!takeState(location.hash)) showTab(TABS[0]);
     await applyFilters();
   } else await applyFilters({ stays: true });
+}
+
+// What the rows of the run are.
+function nameRows() {
+  $("tab-conversations").textContent = meta.is_steps ? "Steps" : "Conversations";
+  $("query").placeholder = meta.is_steps ? "id, prompt, step, result" : "id, prompt, answer, error";
+  $("by-tool").parentElement.hidden = meta.is_steps;
 }
 
 // The filters as the server takes them. Raises an error that says what cannot be read.
@@ -351,7 +370,7 @@ const source = {
         try {
           await openRun(key);
         } catch (error) {
-          if (!(error instanceof Missing)) throw error;
+          if (error.isShown) throw error; // a login
           leaveRun();
           showPlace("runs");
           drawRuns();
@@ -389,7 +408,8 @@ const source = {
     const failed = run.failed ?? number("failed");
     return {
       words: run.is_audit ? auditWords(run, facts) : isRead || run.done != null ? null : `${plural(all, "conversation")} read so far`,
-      steps: run.is_audit ? { done, failed, all: run.tasks, tasks: run.rows, verdicts: facts?.verdicts ?? null } : null,
+      steps: run.is_audit ? { done, failed, all: run.tasks, tasks: run.rows, verdicts: facts?.verdicts ?? null, against: isRead ? flagged("against its task") : null } : null,
+      unreadable: index.unreadable,
       ended: done + failed, done, failed, tasks: run.tasks ?? meta.tasks, isRunning: isAtWork(run), passed: run.passed ?? flagged("passed"), judged: run.checked ?? (isRead || run.done == null ? flagged("passed") + flagged("not passed") : 0),
       completed: isRead ? number("completed") : null, sound: number("sound"), trainingRows: isAtWork(run) ? null : run.training_rows ?? facts?.funnel?.exports[0]?.rows ?? null,
       costUsd: run.cost_usd, costUnknown: run.cost_unknown ? facts?.spent.unknown || 1 : 0, leftS: run.now?.left_s ?? null,
@@ -449,7 +469,7 @@ const source = {
 
   besideTurn: (turn, read) => [requestOf(turn, read), turnMark(turn)],
   beforeMessages: (read) => (read.live ? liveWords(read) : siblingsOf(read)),
-  afterMessages: (read) => (read.live ? null : decisions(read)),
+  afterMessages: (read) => (read.live || read.step ? null : decisions(read)),
 
   keys: {
     list: { g: () => { location.hash = "#"; }, n: () => nextUndecided(), u: () => undo() },
