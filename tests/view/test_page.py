@@ -19,6 +19,7 @@ from batch_trajectories.dataset.scan import scan
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.statistics.health import HEALTH_CHECKS
 from batch_trajectories.report.page.frame import read_part
+from tests.audit.planting import audit, plain_row
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.helpers.exporting import rows
 from tests.helpers.running import (
@@ -110,8 +111,9 @@ def open_page(browser: Browser, address: str, place: str, **options: Any) -> Ite
     page.goto(address)
     go(page, place)
     yield page
-    # The browser writes down a server that is gone, and that what is in flight has no record yet.
-    own = re.compile(r"status of 404|net::ERR_(CONNECTION_REFUSED|INCOMPLETE_CHUNKED_ENCODING)")
+    # The browser writes down a server that is gone, that what is in flight has no record yet, and a
+    # run that cannot be read.
+    own = re.compile(r"status of 40[49]|net::ERR_(CONNECTION_REFUSED|INCOMPLETE_CHUNKED_ENCODING)")
     assert [text for text in complaints if not own.search(text)] == []
     here = address.partition("?")[0]
     assert all(url.startswith(here) for url in urls)
@@ -518,10 +520,12 @@ def test_a_run_that_works_moves_and_is_steered(browser: Browser, tmp_path: Path)
         ):
             wait_until(lambda: int(endpoint.journal()["requests"]) >= 12)
             with open_page(browser, address, "#r") as page:
-                answer = page.locator("#steer-answer")
+                answer, filters = page.locator("#steer-answer"), page.locator("#filters")
                 page.locator("#flight-count", has_text="6").wait_for()
+                top = place_of(filters)
                 page.locator("#pause").click()
                 answer.get_by_text("paused").wait_for()
+                assert place_of(filters) == top, "an answer moves nothing"
                 page.locator("#pause", has_text="Resume").wait_for()
                 page.locator("#pause").click()
                 page.locator("#pause", has_text="Pause").wait_for()
@@ -532,14 +536,19 @@ def test_a_run_that_works_moves_and_is_steered(browser: Browser, tmp_path: Path)
                 page.locator("#flight > summary").click()
                 page.get_by_role("button", name="stop p0005").click()
                 answer.get_by_text("p0005").wait_for()
+                assert place_of(filters) == top, "nor does the list of what is in flight"
                 go(page, "#r/p0000")
                 page.locator("#live", has_text="waiting for the model").wait_for()
+                assert page.locator(".verdict-head").inner_text().startswith("Question number 0")
                 page.locator("article[data-turn='1']").wait_for()
                 assert "undefined" not in page.locator("#reader").inner_text()
                 assert page.locator(".turn-mark").count() == 0
                 endpoint.answer(None)
                 page.locator("#decide").wait_for()
                 assert page.locator("#live").count() == 0
+                page.keyboard.press("Escape")
+                page.locator("#run-state").wait_for(state="hidden")
+                assert place_of(filters) == top, "nor does the end of the run"
                 page.keyboard.press("g")
                 page.locator("#runs-rows td", has_text="1 failed").wait_for()
             assert process.wait(60) == 1
@@ -694,7 +703,7 @@ def test_runs_are_listed_with_their_worth_and_audits_apart(
         page.keyboard.press("Enter")
         page.locator("#sentence", has_text="6 tasks audited, 3 sound").wait_for()
         names = page.locator("#numbers dt").all_text_contents()
-        assert names == ["Tasks", "Sound", "Steps", "Checks passed", "Time"]
+        assert names == ["Tasks", "Sound", "Steps", "Against their task", "Time"]
         problem = page.locator("#problems.bad li").inner_text()
         assert problem.startswith("3 tasks with a defect")
         assert "2 flaky, 1 no_check; `report tasks` shows each" in problem
@@ -889,3 +898,134 @@ def test_the_address_of_a_filtered_run_shows_the_same(browser: Browser, address:
         page.locator("#reader-title").wait_for()
         page.keyboard.press("Escape")
         page.locator("#found", has_text="6 of 12 shown").wait_for()
+
+
+def test_steps_of_an_audit_have_names_and_say_what_they_show(
+    browser: Browser, tmp_path: Path
+) -> None:
+    """A check that passes without any work is no success."""
+    write_rows(tmp_path / "p.jsonl", plain_row("fine"), plain_row("empty", check="true"))
+    code, said = audit(tmp_path, repeats=1)
+    assert code == 1, said
+    with serve_runs(tmp_path / "trajectories") as address, open_page(browser, address, "#") as page:
+        go(page, "#audit")
+        page.locator("#found", has_text="12 shown").wait_for()
+        heads = page.locator("#heads th").all_inner_texts()
+        assert heads == ["Verdict", "Task", "Step", "Result"]
+        first = page.locator("#rows tr", has=page.get_by_role("link", name="empty", exact=True))
+        assert "against its task" in first.inner_text()
+        assert "untouched 1" in first.inner_text()
+        assert "2 of 6 as expected" in first.inner_text()
+        last = page.locator("#rows tr", has=page.get_by_role("link", name="fine#s5", exact=True))
+        assert "tamper path" in last.inner_text()
+        assert "failed: exit code 1: AssertionError" in last.inner_text()
+        page.get_by_role("button", name="1 task with a defect").click()
+        page.locator("#found", has_text="4 of 12 shown").wait_for()
+        page.fill("#query", "startup")
+        page.locator("#found", has_text="1 of 12 shown").wait_for()
+        page.locator("#rows a").first.click()
+        page.locator("#reader .call.is-error", has_text="sitecustomize.py").wait_for()
+        page.locator("#siblings tr", has_text="reference 1").wait_for()
+        assert page.locator("#siblings button").count() == 0, "no conversations to compare"
+        assert page.locator("#decide").count() == 0, "no conversation to decide about"
+
+
+def test_a_run_that_cannot_be_read_is_named_in_the_list(
+    browser: Browser, folder: Path, tmp_path: Path
+) -> None:
+    """What is left of the run before it is gone."""
+    runs = tmp_path / "runs"
+    for name in ("rich", "torn"):
+        shutil.copytree(folder / "rich", runs / name)
+    (runs / "torn" / "run.json").write_text("{")
+    with serve_runs(runs) as address, open_page(browser, address, "#rich") as page:
+        page.locator("#found", has_text=ALL_SHOWN).wait_for()
+        go(page, "#torn")
+        page.locator("#trouble", has_text="torn/run.json: cannot read it").wait_for()
+        page.locator("#runs-rows .status.bad", has_text="unreadable").wait_for()
+        assert page.locator("#crumb").count() == 0
+        page.wait_for_timeout(1500)
+        assert "cannot read it" in page.locator("#trouble").inner_text()
+
+
+def test_a_damaged_record_is_a_problem_of_its_run(
+    browser: Browser, folder: Path, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    shutil.copytree(folder / "rich", runs / "rich")
+    records = runs / "rich" / "records.jsonl"
+    first, *others = records.read_bytes().splitlines(keepends=True)
+    records.write_bytes(b"".join([b"[" + first[1:], *others]))
+    with serve_runs(runs) as address, open_page(browser, address, "#rich") as page:
+        page.locator("#found", has_text="11 shown").wait_for()
+        problem = page.locator("#problems.bad li").first
+        assert problem.inner_text().startswith("1 record cannot be read")
+        assert "`verify rich` names it" in problem.inner_text()
+
+
+def test_conversations_that_failed_lead_to_their_attempts(browser: Browser, tmp_path: Path) -> None:
+    """They have no row in the table."""
+    asked = ["fault:none_such", "Question 1"]
+    write_rows(tmp_path / "p.jsonl", *({"id": f"q{n}", "prompt": p} for n, p in enumerate(asked)))
+    with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
+        given = {"base_url": endpoint.openai_url, "key_env": "none", "model": "openai:m"}
+        done = run(tmp_path, **{**SCRIPTED, **given, "enabled_toolsets": "none"})
+    assert done.returncode == 1, done.stderr
+    with (
+        serve_runs(tmp_path / "trajectories") as address,
+        open_page(browser, address, "#r") as page,
+    ):
+        page.get_by_role("button", name="1 conversation failed").click()
+        page.locator("#errors-table", has_text="bad_request").wait_for()
+        assert page.evaluate("document.activeElement.closest('#errors') !== null")
+
+
+def test_what_drops_over_the_page_closes(browser: Browser, address: str) -> None:
+    """By Escape, which goes back to its button, and by a click elsewhere."""
+    with open_page(browser, address, "#rich") as page:
+        page.locator("#found", has_text=ALL_SHOWN).wait_for()
+        boxes = page.locator("#column-boxes")
+        page.locator("#columns > summary").click()
+        boxes.get_by_label("Turns").uncheck()
+        assert boxes.is_visible(), "several can be chosen"
+        page.keyboard.press("Escape")
+        assert boxes.is_hidden()
+        assert page.evaluate("document.activeElement.parentElement.id") == "columns"
+        page.keyboard.press("Enter")
+        assert boxes.is_visible()
+        page.locator("#sentence").click()
+        assert boxes.is_hidden()
+
+
+@pytest.mark.parametrize("width", [1024, 1200, 1440])
+def test_filters_stay_one_line_while_rows_are_read(
+    browser: Browser, address: str, width: int
+) -> None:
+    view = {"width": width, "height": 900}
+    with open_page(browser, address, "#rich", viewport=view) as page:
+        page.locator("#found", has_text=ALL_SHOWN).wait_for()
+        before = page.locator("#scroller").bounding_box()
+        page.evaluate("found.textContent = '1,673 of 20,000 shown, 83.4% read'")
+        assert page.locator("#scroller").bounding_box() == before
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_phone_shows_the_answer_of_each_sample(browser: Browser, address: str) -> None:
+    with open_page(browser, address, "#pairs", viewport=PHONE) as page:
+        page.locator("#found", has_text="200 shown").wait_for()
+        rows = page.locator("#rows tr:not(.gap)")
+        assert "→ Answer 1." in rows.nth(1).inner_text()
+
+
+def test_runs_without_a_difference_are_said_to_have_none(
+    browser: Browser, folder: Path, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    for name in ("one", "other"):
+        shutil.copytree(folder / "pairs", runs / name)
+    with serve_runs(runs) as address, open_page(browser, address, "#=compare/one/other") as page:
+        page.get_by_text("The same options, and no task ended differently.").wait_for()
+        lines = page.locator("#compare .sums tbody th").all_inner_texts()
+        assert "turns" in lines
+        assert "mean reward" not in lines, "no run has one"
+        assert "a task" not in page.locator("#compare .sums").inner_text()
