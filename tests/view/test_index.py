@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import orjson
+import pyarrow as pa
 import pytest
 from multidict import MultiDict
 
@@ -18,7 +19,7 @@ from batch_trajectories.records.reader import stored_records
 from batch_trajectories.records.scores import score_key
 from batch_trajectories.view.conversation import _opening
 from batch_trajectories.view.index import parts, run_index
-from batch_trajectories.view.index.filters import read_filters
+from batch_trajectories.view.index.filters import in_offsets, read_filters
 from batch_trajectories.view.index.parts import (
     extend,
     find_first_merged,
@@ -351,3 +352,13 @@ def test_runs_are_compared_in_a_process_of_its_own(tmp_path: Path) -> None:
     compared = orjson.loads(run_index.run_maker("compare", first, second))
     assert [run["records"] for run in compared["runs"]] == [2, 2]
     assert compared["more"]["changed"] == 0
+
+
+@pytest.mark.parametrize("wanted", [[], [0], [5, 14, 15], [29], [*range(30)], [3, 40]])
+def test_each_batch_chooses_its_records_by_their_places(wanted: list[int]) -> None:
+    """Whatever part of all that was found is in it, and whatever the order of its rows."""
+    places = [[*range(10)], [], [19, *range(10, 19)], [*range(20, 30)]]
+    chooses = in_offsets(pa.array(wanted, pa.int64()))
+    for some in places:
+        batch = pa.record_batch([pa.array(some, pa.int64())], names=["offset"])
+        assert chooses(batch).to_pylist() == [place in wanted for place in some]

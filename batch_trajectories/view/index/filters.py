@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,9 +143,24 @@ def in_keys(column: str, keys: Collection[bytes]) -> Choice:
     return lambda batch: pc.is_in(batch.column(column), value_set=wanted)
 
 
+def _as_number(value: pa.Scalar) -> int:
+    return int(value.as_py())
+
+
 def in_offsets(offsets: pa.Array) -> Choice:
-    """The rows of the records at these places in records.jsonl."""
-    return lambda batch: pc.is_in(batch.column("offset"), value_set=offsets)
+    """The rows of the records at these places in records.jsonl, which ascend."""
+
+    def chooses(batch: pa.RecordBatch) -> Any:
+        column = batch.column("offset")
+        ends = pc.min_max(column).as_py()
+        if ends["min"] is None:
+            return pa.array([], pa.bool_())
+        # Arrow makes a hash table of all that is looked for, anew for each batch.
+        first = bisect_left(offsets, ends["min"], key=_as_number)
+        end = bisect_right(offsets, ends["max"], key=_as_number)
+        return pc.is_in(column, value_set=offsets[first:end])
+
+    return chooses
 
 
 def invert_choice(choice: Choice) -> Choice:

@@ -15,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import orjson
 import pyarrow as pa
 
 from batch_trajectories.basics.parts import Advance, run_in_processes
@@ -149,15 +150,23 @@ def make_query(words: str) -> str:
     return " AND ".join(found)
 
 
+_FIND = """
+select coalesce(group_concat(rowid), '')
+from (select rowid from words where words match ? order by rowid)
+"""
+"""As one text: a row of SQLite for each record would cost three times as much."""
+
+
 def find_offsets(parts: Sequence[IndexPart], query: str) -> pa.Array:
-    """The offsets of the records that match a query."""
-    found: list[pa.Array] = []
-    for part in parts:
-        with closing(
-            sqlite3.connect(f"{part.path.as_uri()}?mode=ro&immutable=1", uri=True)
-        ) as database:
-            rows = database.execute("select rowid from words where words match ?", (query,))
-            found.append(pa.array([offset for (offset,) in rows], pa.int64()))
+    """The offsets of the records that match a query, in their order."""
+
+    def find(part: IndexPart) -> pa.Array:
+        address = f"{part.path.as_uri()}?mode=ro&immutable=1"
+        with closing(sqlite3.connect(address, uri=True)) as database:
+            (said,) = database.execute(_FIND, (query,)).fetchone()
+        return pa.array(orjson.loads(f"[{said}]"), pa.int64())
+
+    found = list(map(find, parts))
     return pa.concat_arrays(found) if found else pa.array([], pa.int64())
 
 
