@@ -220,7 +220,7 @@ function drawTiles(found) {
     : `${known.cached_tokens < known.input_tokens ? "at least " : ""}${percent(sums.cached_tokens, sums.input_tokens)} cached`;
   const judges = meta.judges && (meta.judges.usd || meta.judges.unknown);
   $("tiles").replaceChildren(...[
-    tile(`${firstUpper(rowWord())}s`, count(all), `of ${plural(meta.tasks, meta.is_steps ? "step" : "task")}`),
+    tile(`${firstUpper(rowWord())}s`, count(all), meta.tasks == null ? "" : `of ${plural(meta.tasks, meta.is_steps ? "step" : "task")}`),
     tile("Completed", percent(completed, all), count(completed)),
     meta.is_checked && !meta.is_steps && tile("Passed", percent(passed, known.passed), `${count(passed)} of ${count(known.passed)} checked or scored, ${meanReward(found)}`),
     ...rewardTiles(tile),

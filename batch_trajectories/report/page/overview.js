@@ -42,7 +42,7 @@ function numbersOf({ steps, ended, done, failed, tasks, isRunning, passed, judge
   const progress = ["Done", count(done), tasks == null ? "" : `of ${count(tasks)}${failed ? `, ${count(failed)} failed` : ""}`];
   const verdict = judged ? ["Passed", percent(passed, judged), `${count(passed)} of ${count(judged)}`]
     : ["Completed", completed == null ? "–" : percent(completed, ended), completed == null ? "" : count(completed)];
-  const rows = ["Training rows", trainingRows == null ? "–" : count(trainingRows), trainingRows == null ? "written at the end" : ended ? `${percent(trainingRows, ended)} of all` : ""];
+  const rows = ["Training rows", trainingRows == null ? "–" : count(trainingRows), trainingRows == null ? (isRunning ? "written at the end" : "not written yet") : ended ? `${percent(trainingRows, ended)} of all` : ""];
   const cost = ["Cost", costUsd == null || (!costUsd && costUnknown) ? "unknown" : dollars(costUsd),
     costUsd && costUnknown ? `and unknown for ${count(costUnknown)}` : costUsd && passed ? `${dollars(costUsd / passed)} per passed one` : ""];
   const time = isRunning ? ["Time left", leftS == null ? "–" : seconds(leftS), leftS == null ? "not known yet" : ""]
