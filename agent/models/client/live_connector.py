@@ -28,11 +28,17 @@ class LiveConnector(aiohttp.TCPConnector):
     async def connect(
         self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
     ) -> Connection:
-        """Return a new connection, or a kept one that waits for a request."""
+        """Return a new connection, or a kept one that waits for a request.
+
+        Raises `aiohttp.ClientError`, `OSError` and `TimeoutError`.
+        """
         if self._used is None:
             self._used = WeakSet()
         while True:
-            connection = await super().connect(req, traces, timeout)
+            try:
+                connection = await super().connect(req, traces, timeout)
+            except UnicodeError as error:  # such as of a name with two dots in a row
+                raise aiohttp.InvalidURL(req.url, "its host is no valid name") from error
             protocol = connection.protocol
             assert protocol is not None
             if protocol not in self._used:

@@ -137,7 +137,8 @@ async def on_both_ways(
 
 
 def zstd(raw: bytes) -> bytes:
-    return pa.compress(raw, codec="zstd", asbytes=True)
+    made: bytes = pa.compress(raw, codec="zstd", asbytes=True)
+    return made
 
 
 def packed(encoding: str, raw: bytes) -> bytes:
@@ -405,6 +406,30 @@ def test_a_url_that_cannot_be_asked_is_left_to_the_session(url: str) -> None:
             direct = make_direct(session)
             return direct.post(URL(url), HEADERS, {}, b"{}")
 
+    assert asyncio.run(run()) is None
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 70])
+@pytest.mark.parametrize("way", ["direct", "session"])
+def test_a_host_that_is_no_name_is_an_error_of_the_connection(way: str, host: str) -> None:
+    """Another error would be taken for a fault of this program."""
+
+    async def run() -> Any:
+        async with make_session() as session:
+            return await outcome(way, session, URL(f"http://{host}/"), b"{}")
+
+    assert asyncio.run(run())[0] == "InvalidURL"
+
+
+@pytest.mark.parametrize("version", ["3.13.9", "3.15.0", "4.0.0"])
+def test_another_version_of_aiohttp_sends_by_its_session(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> object:
+        async with make_session() as session:
+            return make_direct(session).post(URL("http://127.0.0.1:1/"), HEADERS, {}, b"{}")
+
+    monkeypatch.setattr(aiohttp, "__version__", version)
     assert asyncio.run(run()) is None
 
 
