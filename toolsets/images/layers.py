@@ -87,7 +87,9 @@ class Unpacking:
                     pass
             except UnicodeError as error:
                 raise ImageError(f"the layer {diff_id} has a name that is not text") from error
-            except (tarfile.TarError, EOFError, zlib.error, ValueError) as error:
+            except RecursionError as error:
+                raise ImageError(f"the layer {diff_id} has too many headers in a row") from error
+            except (tarfile.TarError, EOFError, zlib.error, ValueError, OverflowError) as error:
                 raise ImageError(f"the layer {diff_id} is damaged: {error}") from error
             except OSError as error:
                 if error.errno in HOST_ERRNOS:

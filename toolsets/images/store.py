@@ -332,13 +332,31 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return the part of an image's configuration that conversations need."""
     own = config.get("config")
     own = own if isinstance(own, dict) else {}
-    pairs = (str(item).partition("=") for item in own.get("Env") or ())
+    pairs = (item.partition("=") for item in _texts(own, "Env"))
     return {
         "env": {name: value for name, mark, value in pairs if name and mark},
-        "workdir": str(own.get("WorkingDir") or "/"),
-        "user": str(own.get("User") or ""),
-        "entrypoint": [str(word) for word in own.get("Entrypoint") or ()],
+        "workdir": _text(own, "WorkingDir") or "/",
+        "user": _text(own, "User"),
+        "entrypoint": _texts(own, "Entrypoint"),
     }
+
+
+def _texts(config: dict[str, Any], key: str) -> list[str]:
+    """Return a list of texts of a configuration. Raises `ImageError` for anything else."""
+    given = config.get(key) or []
+    if not isinstance(given, list):
+        raise ImageError(f"its configuration has a {key} that is no list")
+    return [_checked_text(one, key) for one in given]
+
+
+def _text(config: dict[str, Any], key: str) -> str:
+    return _checked_text(config.get(key) or "", key)
+
+
+def _checked_text(value: Any, key: str) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise ImageError(f"its configuration has {key} with {str(value)[:100]!r}, which is no text")
+    return value
 
 
 # Users of an image: its /etc/passwd and /etc/group.

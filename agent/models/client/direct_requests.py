@@ -10,12 +10,14 @@ chunks and compression. `DirectRequests` says which requests are left to the ses
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import aiohttp
 from aiohttp.http import HttpProcessingError
+from multidict import CIMultiDict
 from yarl import URL
 
 if TYPE_CHECKING:
@@ -40,6 +42,12 @@ _UNUSUAL = frozenset(
     }
 )
 """Headers of a request that change how its body is sent, or how its connection is used."""
+
+_FORBIDDEN = re.compile("[\x00-\x08\x0a-\x1f\x7f]")
+"""Characters that no header may have; aiohttp forbids the same ones."""
+
+_JOINED_BYTES = 64 << 10
+"""Maximum bytes of a body that is copied behind its head, so that both are one write."""
 
 
 class Response(Protocol):
@@ -82,6 +90,8 @@ class _Target(NamedTuple):
     """Says to the connector where to connect; it is never sent itself."""
     head: bytes
     """The head of a request up to the length of its body."""
+    taken: frozenset[str]
+    """The lower-case names of headers that a single request cannot add."""
 
 
 class DirectRequests:
@@ -111,30 +121,39 @@ class DirectRequests:
     ) -> DirectPost | None:
         """Prepare a POST request with `headers` and the headers `added`, to be entered.
 
-        None: the session must send it, as a header changes how the body is sent, the URL has a
-        password, or this version of aiohttp is not known.
+        None: the session must send it, as a header changes how the body is sent, a header is added
+        that `headers` has, the URL is no usual one, or this version of aiohttp is not known.
         """
         target = self._find_target(url, tuple(headers.items()))
-        if target is None or not _UNUSUAL.isdisjoint(map(str.lower, added)):
+        if target is None or not target.taken.isdisjoint(map(str.lower, added)):
             return None
-        lines = "".join(_header_line(name, value) for name, value in added.items())
-        head = b"%b%bContent-Length: %d\r\n\r\n" % (target.head, lines.encode(), len(body))
-        return DirectPost(self, target.request, head + body)
+        lines = b"".join(_header_line(name, value) for name, value in added.items())
+        head = b"%b%bContent-Length: %d\r\n\r\n" % (target.head, lines, len(body))
+        return DirectPost(self, target.request, head, body)
 
     def _make_target(self, url: URL, headers: tuple[tuple[str, str], ...]) -> _Target | None:
         if not aiohttp.__version__.startswith(_KNOWN_VERSION) or url.user or url.password:
             return None
+        # The session has the errors of URLs that cannot be asked.
+        if url.scheme not in ("http", "https") or not url.raw_host:
+            return None
         if any(name.lower() in _UNUSUAL for name, _ in headers):
             return None
+        given = CIMultiDict[str]()
+        for name, value in headers:
+            given[name] = value  # as in a session, the last one counts
         # It knows the headers that aiohttp adds, such as Accept-Encoding.
         request = aiohttp.ClientRequest(
-            "POST", url, headers=headers, loop=asyncio.get_running_loop(), session=self._session
+            "POST", url, headers=given, loop=asyncio.get_running_loop(), session=self._session
         )
         request.headers.pop("Content-Length", None)
         request.headers.setdefault("Content-Type", "application/octet-stream")
-        lines = "".join(_header_line(name, value) for name, value in request.headers.items())
-        head = f"POST {request.url.raw_path_qs} HTTP/1.1\r\n{lines}"
-        return _Target(request, head.encode())
+        lines = b"".join(_header_line(name, value) for name, value in request.headers.items())
+        path = request.url.raw_path_qs
+        if _FORBIDDEN.search(path) is not None:
+            raise ValueError(f"the URL {str(url)!r} has a control character, such as a line break")
+        head = f"POST {path} HTTP/1.1\r\n".encode() + lines
+        return _Target(request, head, _UNUSUAL.union(map(str.lower, request.headers)))
 
 
 class DirectPost:
@@ -143,14 +162,15 @@ class DirectPost:
     Raises what aiohttp raises: `aiohttp.ClientError`, `OSError` and `TimeoutError`.
     """
 
-    __slots__ = ("_connection", "_content", "_message", "_request", "_requests")
+    __slots__ = ("_body", "_connection", "_head", "_request", "_requests")
 
     def __init__(
-        self, requests: DirectRequests, request: aiohttp.ClientRequest, content: bytes
+        self, requests: DirectRequests, request: aiohttp.ClientRequest, head: bytes, body: bytes
     ) -> None:
         self._requests = requests
         self._request = request
-        self._content = content
+        self._head = head
+        self._body = body
         self._connection: Connection | None = None
 
     async def __aenter__(self) -> DirectResponse:
@@ -174,7 +194,11 @@ class DirectPost:
                 max_line_size=requests.max_header_bytes,
                 max_field_size=requests.max_header_bytes,
             )
-            protocol.transport.write(self._content)
+            if len(self._body) <= _JOINED_BYTES:
+                protocol.transport.write(self._head + self._body)
+            else:
+                protocol.transport.write(self._head)
+                protocol.transport.write(self._body)
             message, content = await protocol.read()
             while 100 <= message.code < 200 and message.code != 101:
                 message, content = await protocol.read()
@@ -196,16 +220,21 @@ class DirectPost:
     async def __aexit__(self, *exception: object) -> None:
         connection = self._connection
         assert connection is not None
-        transport = connection.transport
+        protocol = connection.protocol
+        assert protocol is not None
         # A response can come before all of the request is sent.
-        if transport is not None and transport.get_write_buffer_size():
+        if protocol.transport is not None and protocol.transport.get_write_buffer_size():
             connection.close()
         else:
             connection.release()  # closes the connection if the response has not ended
+            # Bytes that come now belong to no response. Without a parser they are kept as they are,
+            # and `LiveConnector` sees them.
+            protocol._parser = None
 
 
-def _header_line(name: str, value: str) -> str:
+def _header_line(name: str, value: str) -> bytes:
     line = f"{name}: {value}"
-    if "\n" in line or "\r" in line or "\0" in line:
-        raise ValueError(f"the header {name!r} has a line break or a null byte")
-    return line + "\r\n"
+    if _FORBIDDEN.search(line) is not None:
+        raise ValueError(f"the header {name!r} has a control character, such as a line break")
+    # Lone surrogates, which are bytes that were no text, are left out as by aiohttp.
+    return line.encode(errors="ignore") + b"\r\n"

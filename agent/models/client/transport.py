@@ -22,6 +22,7 @@ from yarl import URL
 
 from agent.models.client.direct_requests import DirectRequests, Response
 from agent.models.client.key_command import RenewableKey
+from agent.models.client.live_connector import LiveConnector
 from agent.models.client.prepared import (
     Prepared,
     Preparer,
@@ -164,7 +165,7 @@ class Transport:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         self._session = aiohttp.ClientSession(
             # The limiter decides how many calls are in flight.
-            connector=aiohttp.TCPConnector(limit=0, ssl=make_tls_context()),
+            connector=LiveConnector(limit=0, ssl=make_tls_context()),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=timeout,
             max_line_size=_MAX_HEADER_BYTES,

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 import orjson
 
 from batch_trajectories.basics.errors import HostError, machine_failure
+from batch_trajectories.basics.text import first_few
 from toolsets.images.archives import INDEX_DIGEST, NAME, machine
 from toolsets.images.layers import MAX_BYTES
 from toolsets.images.names import DIGEST, ImageError
@@ -39,6 +40,7 @@ _PIECE_BYTES = 1 << 20
 _MAX_MANIFEST_BYTES, _MAX_CONFIG_BYTES = 4 << 20, 16 << 20
 _MAX_NESTING = 3
 _MAX_LAYERS = 1000
+_PLATFORMS_SHOWN = 20
 _WRONG_CONTENTS = 3
 """Number of complete downloads with another digest after which a blob is given up."""
 
@@ -379,13 +381,18 @@ def _choose(index: dict[str, Any]) -> dict[str, Any]:
             continue
         offered.append(f"{platform.get('os')}/{platform.get('architecture')}")
         if (platform.get("os"), platform.get("architecture")) == ("linux", wanted):
-            found.setdefault(platform.get("variant"), entry)
+            variant = platform.get("variant")
+            found.setdefault(None if variant is None else str(variant), entry)
     for variant in (*order, *found):
         if (entry := found.get(variant)) is not None:
             if not isinstance(entry.get("digest"), str) or not DIGEST.fullmatch(entry["digest"]):
                 raise ImageError("its list of manifests has a digest that is not of SHA-256")
-            return {"mediaType": "", **entry}
-    there = ", ".join(dict.fromkeys(offered)) or "nothing"
+            kind = entry.get("mediaType") or ""
+            if not isinstance(kind, str) or not kind.isprintable():
+                raise ImageError(f"its list has the type {str(kind)[:100]!r}, which is not known")
+            return {**entry, "mediaType": kind}
+    names = list(dict.fromkeys(offered))
+    there = first_few([name[:100] for name in names], _PLATFORMS_SHOWN) or "nothing"
     raise ImageError(f"it is not made for linux/{wanted}; there is {there}")
 
 

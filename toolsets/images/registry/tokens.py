@@ -23,8 +23,8 @@ _DEFAULT_LIFE_S = 60.0
 _MARGIN_S = 10.0
 _CLIENT = "batch-trajectories"
 
-_SCHEME = re.compile(r"\s*,?\s*([A-Za-z][A-Za-z0-9_-]*)(?:\s+|$)")
-_PARAMETER = re.compile(r'\s*,?\s*([A-Za-z0-9_-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s,"]+))')
+_SCHEME = re.compile(r"\s*(?:,\s*)?([A-Za-z][A-Za-z0-9_-]*)(?:\s+|$)")
+_PARAMETER = re.compile(r'\s*(?:,\s*)?([A-Za-z0-9_-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s,"]+))')
 
 
 class Challenge(NamedTuple):
@@ -109,18 +109,26 @@ class RegistryTokens:
         asked: Mapping[str, str],
         credentials: Credentials | None,
     ) -> _Known:
-        try:
-            realm = URL(asked["realm"])
-        except ValueError:
-            raise RequestRefused(401, "names no valid address that gives tokens") from None
-        if realm.scheme not in ("http", "https") or (
-            origin.scheme == "https" and realm.scheme != "https"
-        ):
-            raise RequestRefused(401, f"wants tokens from {realm.origin()}, which is not encrypted")
         scope = asked.get("scope") or f"repository:{repository}:pull"
         fields = {"scope": scope}
         if service := asked.get("service"):
             fields["service"] = service
+        try:
+            realm = URL(asked["realm"])
+            realm.origin()  # fails without a host
+            asking = realm.update_query(fields)
+        except ValueError:
+            raise RequestRefused(
+                401, f"{registry}: it names no valid address that gives tokens"
+            ) from None
+        if realm.user or realm.password:
+            raise RequestRefused(
+                401, f"{registry}: the address that gives its tokens has a user or a password"
+            )
+        if realm.scheme not in ("http", "https") or (
+            origin.scheme == "https" and realm.scheme != "https"
+        ):
+            raise RequestRefused(401, f"wants tokens from {realm.origin()}, which is not encrypted")
         if credentials is not None and credentials.identity_token is not None:
             fields |= {
                 "grant_type": "refresh_token",
@@ -130,7 +138,7 @@ class RegistryTokens:
             sent = self._transport.request("POST", realm, {}, data=fields)
         else:
             headers = {} if credentials is None else {"Authorization": credentials.basic}
-            sent = self._transport.request("GET", realm.update_query(fields), headers)
+            sent = self._transport.request("GET", asking, headers)
         async with sent as response:
             if response.status != 200:
                 login = "the login is refused" if credentials else "it needs a login"

@@ -85,9 +85,9 @@ class RegistryTransport:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Yield the answer to a request: any that is neither a redirect nor a failure for now.
 
-        `Authorization` goes to the origin of `url` only. Raises `FailedForNow`, `RequestRefused`
-        for a redirect that leads nowhere, and `HostError`. Errors never quote headers or queries,
-        which may hold secrets.
+        `Authorization` and `data` go to the origin of `url` only. Raises `HostError`,
+        `FailedForNow`, and `RequestRefused` for a redirect that leads nowhere. Errors never quote
+        headers or queries, which may hold secrets.
         """
         origin = url.origin()
         with _as_failures(url):
@@ -110,6 +110,11 @@ class RegistryTransport:
                         return
                     url = _next_url(url, response)
                     method, data = ("GET", None) if response.status == 303 else (method, data)
+                    if data is not None and url.origin() != origin:
+                        raise RequestRefused(
+                            response.status,
+                            f"{origin.host}: a redirect would send a login to {url.host}",
+                        )
         raise RequestRefused(310, f"{origin.host}: more than {_MAX_REDIRECTS} redirects")
 
     async def _wait(self, origin: URL) -> None:
@@ -159,6 +164,8 @@ def _as_failures(url: URL) -> Iterator[None]:
         raise FailedForNow(f"{host}: this host name is not known") from None
     except TimeoutError:
         raise FailedForNow(f"{host}: no answer in time") from None
+    except UnicodeError:
+        raise RequestRefused(400, f"{host}: no valid name of a host") from None
     except (aiohttp.ClientError, OSError) as error:
         number = error.errno if isinstance(error, OSError) else None
         if number in HOST_ERRNOS:
@@ -171,9 +178,13 @@ def _next_url(url: URL, response: aiohttp.ClientResponse) -> URL:
     location = response.headers.get("Location", "")
     try:
         there = url.join(URL(location, encoded=True))
+        is_valid = bool(location and there.host) and there.scheme in ("http", "https")
+        if is_valid:
+            there.origin()  # fails for a port that is none
     except ValueError:
-        there = URL()
-    if not location or there.scheme not in ("http", "https") or not there.host:
+        is_valid = False
+    # A user or a password would be sent in place of `Authorization`.
+    if not is_valid or there.user or there.password:
         raise RequestRefused(response.status, f"{url.host}: a redirect leads to no address")
     if url.scheme == "https" and there.scheme != "https":
         raise RequestRefused(
@@ -190,7 +201,7 @@ def _retry_after(value: str | None) -> float | None:
         return float(value)
     try:
         at = parsedate_to_datetime(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     if at.tzinfo is None:
         at = at.replace(tzinfo=UTC)
