@@ -15,10 +15,10 @@ from agent.models.model import Completion, Request
 from agent.options import AgentOptions
 from batch_trajectories.basics import exact_json
 
-_CLOSE = 0.8
+_MIN_SIMILARITY = 0.8
 """Minimum similarity of a misspelt name to a known one (ratio of difflib, 0 to 1)."""
 
-RUN_CALLS = 128
+MAX_RUN_CALLS = 128
 """Maximum calls of one reply that are run; further calls get a result that says so.
 
 Models never need as many, and a worker stays responsive while they run.
@@ -87,7 +87,7 @@ def _nearest(written: str, names: Sequence[str]) -> str | None:
     plain: dict[str, list[str]] = {}
     for name in names:
         plain.setdefault(_plain(name), []).append(name)
-    near = difflib.get_close_matches(_plain(written), plain, n=2, cutoff=_CLOSE)
+    near = difflib.get_close_matches(_plain(written), plain, n=2, cutoff=_MIN_SIMILARITY)
     is_clear = len(near) == 1 or near[:1] == [_plain(written)]
     found = plain[near[0]] if is_clear else []
     return found[0] if len(found) == 1 else None

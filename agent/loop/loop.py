@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from agent.loop.acceptance import RUN_CALLS, repair_names, why_unusable
+from agent.loop.acceptance import MAX_RUN_CALLS, repair_names, why_unusable
 from agent.loop.rules import (
     AddNote,
     AskUser,
@@ -56,7 +56,7 @@ _INTERRUPTED = (
     "may have run in part."
 )
 _TOO_MANY_CALLS = ToolResult(
-    f"Error: this call was not run: of one reply, the first {RUN_CALLS} calls are run. Make it "
+    f"Error: this call was not run: of one reply, the first {MAX_RUN_CALLS} calls are run. Make it "
     "again in a later reply if it is still needed.",
     is_error=True,
     details={"failure": "not_run"},
@@ -195,7 +195,7 @@ class _Loop:
         clock = Clock()
         if n < count_runnable(self.trajectory, self.spec):
             result = await self._run(call, None)
-        elif n < RUN_CALLS:
+        elif n < MAX_RUN_CALLS:
             result = _over_limit(self.spec.max_calls)
         else:
             result = _TOO_MANY_CALLS

@@ -34,7 +34,7 @@ from batch_trajectories.records.records import parse_record
 if TYPE_CHECKING:
     from batch_trajectories.export.conversation.style import Style
 
-_IDS_SHOWN = 5
+_MAX_LISTED_IDS = 5
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -235,7 +235,7 @@ def _task_keys(scan: Scan, ids: Collection[str]) -> set[bytes]:
     wanted = set(ids)
     keys = {task.id: task.key for task in tasks(scan) if task.id in wanted}
     if missing := sorted(wanted - keys.keys()):
-        named = first_few([*map(repr, missing)], _IDS_SHOWN)
+        named = first_few([*map(repr, missing)], _MAX_LISTED_IDS)
         raise ConfigError(
             f"only: {scan.path} has no task {named}; `open_run(...).tasks()` gives the ids"
         )

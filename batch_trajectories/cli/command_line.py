@@ -15,7 +15,7 @@ from batch_trajectories.basics.text import join_commas
 _SHOWS_ALL = f"{__name__}.shows_all"
 """The key in a context's `meta` that makes the help show all options."""
 
-_OF_COMMANDS = ("audit", "checked_run")
+_COMMAND_OPTIONS = ("audit", "checked_run")
 """Fields of a config that only `check_tasks` and `check` set."""
 
 COMMAND_GROUPS: dict[str, dict[str, str]] = {
@@ -207,7 +207,7 @@ class RunCommand(click.Command):
             self.params += [_option(one, fields[one]) for one in self._only if one not in known]
             return super().get_params(ctx)
         for name, field in RunConfig.model_fields.items():
-            if name not in known and name not in _OF_COMMANDS:
+            if name not in known and name not in _COMMAND_OPTIONS:
                 self.params.append(
                     _hidden(name, _refuse_rare)
                     if is_marked(field, "rare")

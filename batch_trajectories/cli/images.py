@@ -29,7 +29,7 @@ _OPTIONS = (
 )
 _OF_RUNS = ("images", "registry", "docker_image", "container_engine")
 """Options that are those of the run if they are not given."""
-_REASONS = 20
+_MAX_LISTED_ERRORS = 20
 
 
 @click.command(cls=RunCommand, name="images", only=_OPTIONS)
@@ -67,7 +67,7 @@ def images(
         except HostError as error:
             raise EnvironmentStop(str(error)) from error
     show(outcome.describe(str(source)))
-    for reason in outcome.errors[:_REASONS]:
+    for reason in outcome.errors[:_MAX_LISTED_ERRORS]:
         say(reason)
     if failed := len(outcome.errors):
         more = f"; the first {_REASONS} are above" if failed > _REASONS else ""
@@ -116,7 +116,7 @@ def _read_source(
     stored = open_run(source, output_dir)
     options: dict[str, Any] = stored.identity["config"]
     if not stored.is_own:
-        used = {name: options[name] for name in _OF_RUNS if name in options}
+        used = {name: options[name] for name in _RUN_OPTIONS if name in options}
         if trust_run:
             say(origin.describe_trust(stored.path, used, given=given))
         else:

@@ -22,10 +22,10 @@ _EXAMINED = 1000
 _ROW_CHARS = 1500
 
 
-_SHOWN = 2
+_DEFAULT_ROWS = 2
 
 
-_REASONS = 20
+_MAX_LISTED_REASONS = 20
 
 
 @click.command()
@@ -81,7 +81,7 @@ def _shown_and_kind(given: tuple[str, ...]) -> tuple[int, str | None]:
     kinds = [text for text in given if not text.isdecimal()]
     if len(numbers) > 1 or len(kinds) > 1:
         raise click.UsageError("--rows takes one number and one kind of rows")
-    return numbers[0] if numbers else _SHOWN, kinds[0] if kinds else None
+    return numbers[0] if numbers else _DEFAULT_ROWS, kinds[0] if kinds else None
 
 
 def _describe_row(
@@ -149,7 +149,7 @@ def _describe_row(
         description.append(
             f"  {name:<{width}}  {' or '.join(uses)}{share}; {_describe_use(name, kinds)}"
         )
-    for reason, count in reasons.most_common(_REASONS):
+    for reason, count in reasons.most_common(_MAX_LISTED_REASONS):
         place = first_places.get(reason, "")
         description.append(f"{plural(count, 'row')}: {reason}{place and f' (the first: {place})'}")
     if repeated:

@@ -195,9 +195,9 @@ def score(
     sys.exit(1 if failed else 0)
 
 
-_OF_BOTH = frozenset(("base_url", "key_env", "prices", "call_attempts"))
+_ENDPOINT_OPTIONS = frozenset(("base_url", "key_env", "prices", "call_attempts"))
 """The options that a judge and a teacher have in common."""
-_OF_JUDGE = frozenset(("judge_prompt", "temperature", "max_tokens", "max_judge_cost_usd"))
+_JUDGE_OPTIONS = frozenset(("judge_prompt", "temperature", "max_tokens", "max_judge_cost_usd"))
 
 
 def _refuse_meaningless(
@@ -205,10 +205,10 @@ def _refuse_meaningless(
 ) -> None:
     """Raise `click.UsageError` for an option that means nothing with the others."""
     for name in [*given, *(("trust_run",) if trust_run else ())]:
-        if name in _OF_BOTH or name == "trust_run":
+        if name in _ENDPOINT_OPTIONS or name == "trust_run":
             if judge is None and teacher is None:
                 raise click.UsageError(f"--{name} means nothing without --judge or --teacher")
-        elif name in _OF_JUDGE:
+        elif name in _JUDGE_OPTIONS:
             if judge is None:
                 raise click.UsageError(f"--{name} means nothing without --judge")
         elif teacher is None:
@@ -277,7 +277,9 @@ def _endpoint_config(
     budget_usd = given.pop(f"max_{role}_cost_usd", None)
     uses_run = trust_run or stored.is_own
     taken = {name: of_run.get(name) or {} for name in ("endpoints", "prices")} if uses_run else {}
-    at_endpoint = _judge_options(stored, role, name, has_url="base_url" in given, uses_run=uses_run)
+    at_endpoint = _select_endpoint(
+        stored, role, name, has_url="base_url" in given, uses_run=uses_run
+    )
     values = {
         **taken,
         **at_endpoint,
@@ -289,7 +291,7 @@ def _endpoint_config(
     return config.model_copy(update={"max_run_cost_usd": budget_usd})
 
 
-def _judge_options(
+def _select_endpoint(
     stored: StoredRun, role: str, name: str, *, has_url: bool, uses_run: bool
 ) -> dict[str, Any]:
     """The name of the judge or teacher, with the options of its endpoint that come from the run.

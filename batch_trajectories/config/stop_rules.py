@@ -10,7 +10,7 @@ from typing import Literal
 Sign = Literal["no_pass", "no_call", "failed", "rejected", "same_ending"]
 """The names of the signs that a run gives nothing to train on."""
 
-LEAST = 30
+MIN_TASKS = 30
 """With fewer conversations than this, a share says nothing."""
 
 NEVER = "none"
@@ -36,7 +36,7 @@ class StopRule:
     count: int | None = None
     """Stop after this many conversations, if all of them show the sign."""
     share: float | None = None
-    """Stop when at least this share (0 to 1) shows the sign, after `LEAST` conversations."""
+    """Stop when at least this share (0 to 1) shows the sign, after `MIN_TASKS` conversations."""
 
 
 def parse_stop_rules(texts: Sequence[str]) -> tuple[StopRule, ...]:

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 from batch_trajectories.basics.text import plural
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.config.stop_rules import LEAST, Sign, StopRule
+from batch_trajectories.config.stop_rules import MIN_TASKS, Sign, StopRule
 
 NO_REASON = ("completed", "wrong_answer")
 """Endings that are no sign if many share them; `no_pass` tells of wrong answers."""
 
-_ALIKE = 0.9
+_SAME_REASON_SHARE = 0.9
 """From this share on, endings for one same reason are a sign."""
 
 
@@ -111,14 +111,14 @@ def broken_rule(counts: EndingCounts, rules: Sequence[StopRule]) -> SignSeen | N
             continue
         if rule.count is not None and seen.found == seen.of >= rule.count:
             return seen
-        if rule.share is not None and seen.of >= LEAST and seen.found >= rule.share * seen.of:
+        if rule.share is not None and seen.of >= MIN_TASKS and seen.found >= rule.share * seen.of:
             return seen
     return None
 
 
 def _is_grave(seen: SignSeen) -> bool:
-    least = _ALIKE if seen.sign in ("same_ending", "failed") else 1.0
-    return seen.of >= LEAST and seen.found >= least * seen.of
+    least = _SAME_REASON_SHARE if seen.sign in ("same_ending", "failed") else 1.0
+    return seen.of >= MIN_TASKS and seen.found >= least * seen.of
 
 
 def _measure(counts: EndingCounts) -> Iterator[SignSeen]:

@@ -54,7 +54,7 @@ from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
 from toolsets.sandbox.factory import sandbox_kind
 
-_BAD_ROWS_SHOWN = 20
+_MAX_LISTED_BAD_ROWS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,9 +510,9 @@ def name_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
     """Name bad rows, the first ones each, the rest by their number."""
     source, rows = plan.config.dataset_file, plan.scan.bad_rows
     number = ":" if plan.dataset.source is None else ": row "
-    for row in rows[:_BAD_ROWS_SHOWN]:
+    for row in rows[:_MAX_LISTED_BAD_ROWS]:
         say(f"{source}{number}{row.line}: discarded: {row.reason}")
-    more = len(rows) - _BAD_ROWS_SHOWN
+    more = len(rows) - _MAX_LISTED_BAD_ROWS
     if more > 0:
         say(f"{source}: {plural(more, 'more bad row')}; a run lists all in failures.jsonl")
     if rows and plan.config.rows is not None:

@@ -272,12 +272,12 @@ _KEY = "conversation_key"
 _ENDPOINT_KEYS = ("model", "models", "base_url", "endpoints")
 """Keys of a config that determine its endpoints."""
 
-_SHOWN = 1000
+_MAX_VALUE_CHARS = 1000
 """Maximum characters of a changed value in a message."""
 
 _DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
-_HELD_WHOLE = (
+_INLINE_OPTIONS = (
     "agent",
     "endpoints",
     "extra_body",
@@ -296,7 +296,7 @@ _ROWS_DEFAULTS = {
 }
 """The options that a rows file can set, as runs of earlier versions lack some of them."""
 
-_VERSIONS_OF = ("batch-trajectories", "aiohttp", "orjson", "pydantic")
+_RECORDED_PACKAGES = ("batch-trajectories", "aiohttp", "orjson", "pydantic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -579,7 +579,7 @@ def _refuse_names_of_files(path: Path, config: Mapping[str, Any]) -> None:
 
     Reading such an option as a flag would open any file that a stranger's run.json names.
     """
-    named = [name for name in _HELD_WHOLE if isinstance(config.get(name), str)]
+    named = [name for name in _INLINE_OPTIONS if isinstance(config.get(name), str)]
     if named:
         raise RunDirError(
             f"{path}/run.json: config.{named[0]}: a text, where a run holds the content itself; "
@@ -672,7 +672,7 @@ def _run_json(
         "meaning": meaning,
         "config": config.to_json(),
         "dataset": describe_dataset(scan),
-        "versions": {"python": platform.python_version(), **package_versions(_VERSIONS_OF)},
+        "versions": {"python": platform.python_version(), **package_versions(_RECORDED_PACKAGES)},
         "history": history,
         IMAGES: images,
         _KEY: key,
@@ -716,7 +716,7 @@ def _explain_changes(path: Path, changes: dict[str, dict[str, Any]]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return clip(repr(value), max_chars=_SHOWN)
+    return clip(repr(value), max_chars=_MAX_VALUE_CHARS)
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:

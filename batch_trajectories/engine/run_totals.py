@@ -117,7 +117,7 @@ def stopping_rule(config: RunConfig | None) -> StoppingRule | None:
     return stopping_rule(config)
 
 
-_REASONS_SHOWN = 5
+_MAX_LISTED_REASONS = 5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -394,7 +394,7 @@ def as_table(totals: RunTotals) -> str:
         f"  failed     {totals.failed:>9,}{_list_counts(totals.failures)}",
         *(
             f"             {reason['count']:>9,}  {reason['class']}: {reason['message']}"
-            for reason in totals.reasons[:_REASONS_SHOWN]
+            for reason in totals.reasons[:_MAX_LISTED_REASONS]
         ),
         f"  discarded  {totals.discarded:>9,}{_bad_rows(totals)}",
         f"  pending    {totals.pending:>9,}{_under_way(totals)}",

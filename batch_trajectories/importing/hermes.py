@@ -32,7 +32,7 @@ from batch_trajectories.records.records import RecordFile
 from batch_trajectories.records.tasks import Task
 
 _BATCH = re.compile(r"batch_(\d+)\.jsonl")
-_SHOWN = 20
+_MAX_LISTED = 20
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Imported:
         lines = [f"{self.directory}: rows of that run"]
         for count, kind, places in counted:
             if count:
-                lines.append(f"{count:>9,} {kind} {first_few(places, _SHOWN)}".rstrip())
+                lines.append(f"{count:>9,} {kind} {first_few(places, _MAX_LISTED)}".rstrip())
         return "\n".join(lines)
 
 

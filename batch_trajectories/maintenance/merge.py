@@ -70,7 +70,7 @@ from toolsets.workspace.removal import remove_tree
 MakeResults = Callable[[Path, Scan, RunConfig], object]
 """Writes the training files and the summary of a run."""
 
-_SHOWN = 10
+_MAX_LISTED = 10
 _READY = "ready.json"
 
 _OWN_KEYS = ("run_name", "output_dir", "dataset_file", "shard")
@@ -332,8 +332,8 @@ def _copy_records(making: Path, paths: Sequence[Path]) -> tuple[dict[Path, int],
         if differing:
             raise RunDirError(
                 f"{len(differing)} tasks have different records in two runs: "
-                f"{first_few(differing, _SHOWN, separator='; ')}. It is unknown which is right; "
-                "merge only runs with different rows"
+                f"{first_few(differing, _MAX_LISTED, separator='; ')}. It is unknown which is "
+                "right; merge only runs with different rows"
             )
         records.sync()
     return taken, equal

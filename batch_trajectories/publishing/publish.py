@@ -77,7 +77,7 @@ PUBLICATION_FORMAT = 1
 
 _BLOCK = 1 << 20
 
-_SHOWN = 10
+_MAX_LISTED = 10
 """The most findings that a refusal lists."""
 
 
@@ -368,7 +368,7 @@ def _refuse_private(
     places = [f"{one.path}, line {one.line}: {one.kind}" for one in found]
     raise ConfigError(
         f"{plural(len(found), 'place')} of the publication would tell something private, so "
-        f"nothing was published: {first_few(places, _SHOWN, separator='; ')}. Leave conversations "
-        "out by a filter of the recipe (`label RUN ID`, then filters: {label: not_rejected}), "
+        f"nothing was published: {first_few(places, _MAX_LISTED, separator='; ')}. Leave "
+        "conversations out by a filter of the recipe (`label RUN ID`, then filters: {label: not_rejected}), "
         "withhold prompts by --prompts=digests, or name a text that may be published by --allow"
     )

@@ -46,7 +46,7 @@ _BLOCK = 1 << 20
 
 _PROGRAM = "batch-trajectories"
 
-_OF_THE_HUB = (".gitattributes",)
+_HUB_FILES = (".gitattributes",)
 _CACHE_OF_THE_HUB = ".cache/huggingface"
 """Files that a download from the hub adds; no loader of datasets reads them."""
 
@@ -267,7 +267,7 @@ def _strange_entries(directory: Path, listed: Mapping[str, _File]) -> Iterator[s
                     pending.append(name)
             elif not entry.is_file(follow_symlinks=False):
                 yield f"{_on_one_line(name)}: not a plain file"
-            elif name not in listed and name not in (MANIFEST_FILE, *_OF_THE_HUB):
+            elif name not in listed and name not in (MANIFEST_FILE, *_HUB_FILES):
                 yield f"{_on_one_line(name)}: not in the manifest, so somebody has added it"
 
 

@@ -29,8 +29,8 @@ from batch_trajectories.report.formatting import count, moment, one_line, plain,
 if TYPE_CHECKING:
     from batch_trajectories.batch_api.batch_log import BatchTotals
 
-_SLOWEST = 5
-_SHOWN = 10
+_MAX_SLOW_TASKS = 5
+_MAX_LISTED = 10
 _ID_CHARS = 40
 _LINE_CHARS = 100
 
@@ -127,7 +127,7 @@ def run_status(stored: StoredRun) -> dict[str, Any]:
     ended_by_time = sorted(ended, key=lambda task: -task["duration_s"])
     return {
         "in_flight": stored.in_flight(),
-        "slowest": ended_by_time[:_SLOWEST],
+        "slowest": ended_by_time[:_MAX_SLOW_TASKS],
         "slowest_of": len(ended),
         "caches": caches.to_json(stored.price_of),
         "errors": failures_by_class(stored.path),
@@ -156,7 +156,7 @@ def sections(status: Status) -> list[list[str]]:
         [] if status.batches is None else [status.batches.describe()],
         _in_flight(
             status.details["in_flight"],
-            _SHOWN,
+            _MAX_LISTED,
             runs=holder is not None,
             is_paused=steered.get("is_paused", False),
         ),
@@ -220,7 +220,7 @@ def _errors(errors: list[dict[str, Any]]) -> list[str]:
             f"  {one_line(error['class'], _ID_CHARS)} {count(error['count'])}, the last: "
             f"{one_line(error['id'], _ID_CHARS)}: "
             f"{plain(single_line(error['message'], max_chars=2 * _LINE_CHARS))}"
-            for error in errors[:_SHOWN]
+            for error in errors[:_MAX_LISTED]
         ),
     ]
 

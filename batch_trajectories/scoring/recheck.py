@@ -54,7 +54,7 @@ from batch_trajectories.scoring.rechecks import (
 from batch_trajectories.scoring.score_file import NewScore, open_scores
 from toolsets.workspace.removal import remove_tree
 
-_IDS_SHOWN = 5
+_MAX_LISTED_IDS = 5
 _SCORES_PER_APPEND = 500
 """Number of scores that are appended together."""
 _MAX_ATTEMPTS = 1_000_000
@@ -113,8 +113,8 @@ class RecheckResult:
         for reason, words in (HARMLESS | REFUSED).items():
             if count := self.left_out[reason]:
                 ids = self.refused.get(reason, [])
-                named = f": {first_few(ids, _IDS_SHOWN)}" if ids else ""
-                named += " (--json has all)" if len(ids) > _IDS_SHOWN else ""
+                named = f": {first_few(ids, _MAX_LISTED_IDS)}" if ids else ""
+                named += " (--json has all)" if len(ids) > _MAX_LISTED_IDS else ""
                 detail = f" ({self.details[reason]})" if self.details.get(reason) else ""
                 lines.append(f"  {count:>9,}  {words}{detail}{named}")
         lines += [f"  {one['count']:>9,}  not rebuilt: {one['message']}" for one in self.failed]
@@ -197,7 +197,7 @@ def _scan_new_rows(config: RunConfig) -> NewRows:
         say=say,
     )
     found = scan(dataset.path, max_samples=None, rules=rules)
-    for bad in found.bad_rows[:_IDS_SHOWN]:
+    for bad in found.bad_rows[:_MAX_LISTED_IDS]:
         say(f"{config.dataset_file}: row {bad.line}: cannot be used: {bad.reason}")
     return NewRows(found, dataset)
 

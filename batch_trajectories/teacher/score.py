@@ -56,8 +56,8 @@ from batch_trajectories.teacher.figures import (
 from batch_trajectories.teacher.servers import SERVERS, InferenceServer, MisfitReply, TeacherReply
 from batch_trajectories.teacher.tokenizers import compare_tokenizers
 
-_FAILURES_SHOWN = 10
-_NAMES_SHOWN = 10
+_MAX_SHOWN_FAILURES = 10
+_MAX_LISTED_NAMES = 10
 _CHANCE = -8.0
 """Tokens with a mean log-probability below this are hardly likelier than random ones."""
 
@@ -301,7 +301,7 @@ class _Scoring:
         if len(models) > 1 and not self._options.same_tokenizer:
             raise ConfigError(
                 f"{self._run_dir}: token ids of {len(models)} models: "
-                f"{first_few(sorted(models), _NAMES_SHOWN)}. --tokenizer speaks of one; state "
+                f"{first_few(sorted(models), _MAX_LISTED_NAMES)}. --tokenizer speaks of one; state "
                 "--same_tokenizer if all of them and the teacher have the same"
             )
         return total
@@ -462,7 +462,7 @@ class _Scoring:
         self._failed.add(f"{kind}: {message}")
         self._progress.task_ended(failure=kind)
         self._shown_failures += 1
-        if self._shown_failures <= _FAILURES_SHOWN:
+        if self._shown_failures <= _MAX_SHOWN_FAILURES:
             self._progress.say(f"{self._run_dir}: {segment.where}: {kind}: {message}")
 
     def _stop_message(self, segment: _Segment, problem: str) -> str:
@@ -533,7 +533,7 @@ async def _names_at(model: RetryingModel, settings: ModelSettings) -> set[str]:
             f"{settings.key_source}"
         ) from error
     if settings.name not in roots:
-        known = first_few(sorted(roots), _NAMES_SHOWN) or "nothing"
+        known = first_few(sorted(roots), _MAX_LISTED_NAMES) or "nothing"
         raise ConfigError(
             f"--teacher: {settings.base_url} serves {known}, and not {settings.name!r}; give the "
             "name that it has there"

@@ -36,10 +36,10 @@ from batch_trajectories.view.labels import NAME_CHARS, decide, decided_records, 
 from batch_trajectories.view.runs import run_json
 from batch_trajectories.view.state import OpenRun, State
 
-_MOST_ROWS = 500
-_MOST_COMPARED = 6
-_MOST_DIGITS = 18
-_MOST_OVER = 1000
+_MAX_ROWS = 500
+_MAX_COMPARED_RUNS = 6
+_MAX_DIGITS = 18
+_MAX_OVER_IDS = 1000
 """Samples that one is preferred to."""
 _STEERS: Mapping[str, tuple[str, ...]] = {
     "pause": (),
@@ -69,9 +69,9 @@ class Query(NamedTuple):
     def whole(self, name: str, default: int, most: int | None = None) -> int:
         """A whole number from 0 to `most`."""
         given = self.values.get(name, str(default))
-        if not given.isascii() or not given.isdecimal() or len(given) > _MOST_DIGITS:
+        if not given.isascii() or not given.isdecimal() or len(given) > _MAX_DIGITS:
             raise BadRequest(
-                f"{name}={given}: must be a whole number of up to {_MOST_DIGITS} digits"
+                f"{name}={given}: must be a whole number of up to {_MAX_DIGITS} digits"
             )
         number = int(given)
         return number if most is None else min(number, most)
@@ -143,7 +143,7 @@ def rows(state: State, query: Query, body: Any) -> dict[str, Any]:
     run, table = selected.run, selected.table
     ordered = _order(selected, query)
     offset = query.whole("offset", 0)
-    numbers = ordered[offset : offset + query.whole("limit", 100, _MOST_ROWS)].to_pylist()
+    numbers = ordered[offset : offset + query.whole("limit", 100, _MAX_ROWS)].to_pylist()
     return {
         "total": count_selected(table.counting),
         "matching": len(ordered),
@@ -258,8 +258,8 @@ def siblings(state: State, query: Query, body: Any) -> dict[str, Any]:
 def compare(state: State, query: Query, body: Any) -> dict[str, Any]:
     """The first run with each other one."""
     keys = list(dict.fromkeys(query.values.getall("run", [])))
-    if not 2 <= len(keys) <= _MOST_COMPARED:
-        raise BadRequest(f"run: name 2 to {_MOST_COMPARED} runs, as run=A&run=B")
+    if not 2 <= len(keys) <= _MAX_COMPARED_RUNS:
+        raise BadRequest(f"run: name 2 to {_MAX_COMPARED_RUNS} runs, as run=A&run=B")
     first, *others = [state.places.find(key) for key in keys]
     return {
         "comparisons": [
@@ -315,8 +315,8 @@ def label(state: State, query: Query, body: Any) -> dict[str, Any]:
     if not isinstance(over, list) or not all(isinstance(one, str) for one in over):
         raise BadRequest("over: must be a list of ids")
     over = list(dict.fromkeys(over))  # each is read from the disk
-    if len(over) > _MOST_OVER:
-        raise BadRequest(f"over: {len(over):,} different ids; up to {_MOST_OVER:,} are possible")
+    if len(over) > _MAX_OVER_IDS:
+        raise BadRequest(f"over: {len(over):,} different ids; up to {_MAX_OVER_IDS:,} are possible")
     others = [read_found(run.place, table, find_record(table, one), None) for one in over]
     try:
         before = decide(run.place.path, found, others, given, who)

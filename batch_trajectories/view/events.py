@@ -19,8 +19,8 @@ _EVERY_S = 1.0
 _QUIET_S = 15.0
 _RESTS = 5
 """Journals are read again after so many times as long as that takes."""
-_MOST_STREAMS = 64
-_MOST_IN_FLIGHT = 200
+_MAX_STREAMS = 64
+_MAX_IN_FLIGHT = 200
 
 _streams = 0
 
@@ -28,8 +28,8 @@ _streams = 0
 async def events(request: web.Request, state: State) -> web.StreamResponse:
     """Answer with events until the page is closed."""
     global _streams
-    if _streams >= _MOST_STREAMS:
-        raise AccessRefused(409, f"{_MOST_STREAMS} pages are open already; close one")
+    if _streams >= _MAX_STREAMS:
+        raise AccessRefused(409, f"{_MAX_STREAMS} pages are open already; close one")
     response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
     await response.prepare(request)
     watch = _Watch(state, request.query.get("run"), request.query.get("id"))
@@ -104,7 +104,7 @@ class _Watch:
             return found
         self._journals = journals
         flying = live.in_flight(run.place, table)
-        data = {"conversations": flying[:_MOST_IN_FLIGHT], "count": len(flying)}
+        data = {"conversations": flying[:_MAX_IN_FLIGHT], "count": len(flying)}
         found += self._new("in_flight", key, data)
         if self._id is not None:
             found += self._new("live", key, live.conversation(run.place, table, self._id))

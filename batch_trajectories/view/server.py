@@ -29,7 +29,7 @@ _LOGIN_PAUSE_S = 1.0
 
 MOST_LINE_BYTES = 4 << 20
 """The bytes that a request line may have; browsers send no longer ones."""
-_MOST_ADDRESS_BYTES = 64 << 10
+_MAX_ADDRESS_BYTES = 64 << 10
 """A selection of many rows is longer than the 8 KB that aiohttp takes on its own."""
 
 T = TypeVar("T")
@@ -65,8 +65,8 @@ class ViewServer:
     ) -> web.StreamResponse:
         """Check who asks, and turn errors into answers."""
         try:
-            if len(request.raw_path) > _MOST_ADDRESS_BYTES:
-                most = f"{_MOST_ADDRESS_BYTES >> 10} KiB"
+            if len(request.raw_path) > _MAX_ADDRESS_BYTES:
+                most = f"{_MAX_ADDRESS_BYTES >> 10} KiB"
                 raise web.HTTPRequestURITooLong(reason=f"the address is longer than {most}")
             self._guard.check_origin(request)
             if request.path.startswith("/api/") and request.path != "/api/login":

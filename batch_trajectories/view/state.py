@@ -33,9 +33,9 @@ from batch_trajectories.view.labels import (
 )
 from batch_trajectories.view.runs import Places, RunPlace, is_own
 
-_RUNS_OPEN = 4
-_SELECTIONS_KEPT = 4
-_MOST_JUDGED = 20_000
+_MAX_OPEN_RUNS = 4
+_MAX_SELECTIONS = 4
+_MAX_JUDGED_RECORDS = 20_000
 """Labelled records that are read for the agreement of reviewers."""
 
 
@@ -76,7 +76,7 @@ class OpenRun:
         if not more:
             with self._lock:
                 self._selected[key] = masks
-                while len(self._selected) > _SELECTIONS_KEPT:
+                while len(self._selected) > _MAX_SELECTIONS:
                     self._selected.popitem(last=False)
         return masks
 
@@ -146,7 +146,7 @@ class OpenRun:
         if self._agreement is None or self._agreement[0] != version:
             keys = keys_by_label(labels)
             judged = [key for verdict in VERDICTS for key in keys.get(verdict, ())]
-            masks = table.select(in_keys("record", judged[:_MOST_JUDGED]))
+            masks = table.select(in_keys("record", judged[:_MAX_JUDGED_RECORDS]))
             numbers = table.order(masks, None, down=False).to_pylist()
             records = [record for number in numbers if (record := self._read(table, number))]
             self._agreement = version, compute_agreement(records)
@@ -178,7 +178,7 @@ class OpenRun:
             self._facts.stop()
 
 
-_MOST_CHECKED_BYTES = 1 << 30
+_MAX_CHECKED_BYTES = 1 << 30
 """Runs with more bytes of records are checked once they are opened."""
 
 
@@ -211,7 +211,7 @@ class HealthKeeper:
         """The bytes of the run's records; None if it is not to be checked now."""
         try:
             size = (run.path / RECORDS_FILE).stat().st_size
-            if not 0 < size <= _MOST_CHECKED_BYTES or (run.key, size) in self._tried:
+            if not 0 < size <= _MAX_CHECKED_BYTES or (run.key, size) in self._tried:
                 return None
             refuse_strange_files(run.path)
             if not is_own(run.path) or (run.url is None and read_holder(run.path) is not None):
@@ -253,7 +253,7 @@ class State:
                     found.close()
                 found = OpenRun(place)
             self._open[key] = found
-            while len(self._open) > _RUNS_OPEN:
+            while len(self._open) > _MAX_OPEN_RUNS:
                 self._open.popitem(last=False)[1].close()
             return found
 

@@ -37,7 +37,7 @@ from toolsets.workspace.removal import remove_tree
 _log = logging.getLogger(__name__)
 
 _CONFIG, _NEW_CONFIG = "config.json", "config.json.new"
-_NAMES_SHOWN = 5
+_MAX_LISTED_NAMES = 5
 _HOW_TO_FILL = "put the images there, as docs/images.md shows"
 
 
@@ -128,7 +128,7 @@ class ImageStore:
         if matching:
             return matching[0]
         names = sorted({name for image in self._images for name in image.names})
-        known = first_few(names, _NAMES_SHOWN) or "none"
+        known = first_few(names, _MAX_LISTED_NAMES) or "none"
         msg = f"image {reference!r} is not in {self.directory} (there: {known})"
         if self._problems:
             msg += f"; not readable there: {self._problems[0]}"

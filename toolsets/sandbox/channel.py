@@ -25,7 +25,7 @@ from toolsets.sandbox.cgroup import Group
 from toolsets.sandbox.first_process import FirstProcess, ForkedProcess, LaunchedProcess, until_ready
 from toolsets.sandbox.inside.boot import LENGTH, make_frame
 
-_LEAST_BYTES, _CHUNK_BYTES = 1 << 14, 1 << 18
+_MIN_CHUNK_BYTES, _CHUNK_BYTES = 1 << 14, 1 << 18
 _SPARE_BYTES = 1 << 20
 _START_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 3.0
@@ -307,7 +307,7 @@ class Channel:
             return
         missing = self._frame_bytes - len(self._inbox)
         try:
-            chunk = self._socket.recv(max(_LEAST_BYTES, min(_CHUNK_BYTES, missing)))
+            chunk = self._socket.recv(max(_MIN_CHUNK_BYTES, min(_CHUNK_BYTES, missing)))
         except BlockingIOError:
             return
         except ConnectionError:

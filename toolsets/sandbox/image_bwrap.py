@@ -47,7 +47,7 @@ from toolsets.workspace.workspace import HOME, OPAQUE, TEMPORARY, Workspace
 Layering = Literal["overlay", "copy"]
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_SHOWN = "/shown"
+_EXTRA_FILES_ROOT = "/shown"
 """The directory in which a fork server has the files of the machine that its sandboxes see."""
 _MAX_MARKED = 20_000
 """Maximum number of files of a layer that are marked; a comparison takes not much longer."""
@@ -299,7 +299,7 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
                     "uid": self._user.uid,
                     "gid": self._user.gid,
                     "shown": {
-                        at: f"{HOME}/{Path(path).name}" if at in own else f"{_SHOWN}{at}"
+                        at: f"{HOME}/{Path(path).name}" if at in own else f"{_EXTRA_FILES_ROOT}{at}"
                         for at, path in binds.items()
                     },
                 },
@@ -398,7 +398,7 @@ def _launch(
 ) -> Launch:
     options = [*FORK_SERVER, "--dir", "/tmp", "--ro-bind", str(images), "/images"]
     for at, path in shown:
-        options += ["--ro-bind", path, f"{_SHOWN}{at}"]
+        options += ["--ro-bind", path, f"{_EXTRA_FILES_ROOT}{at}"]
     for name in _CAPABILITIES:
         options += ["--cap-add", f"CAP_{name}"]
     return launch(argv, stack, network, options, str(layers))

@@ -21,7 +21,7 @@ from batch_trajectories.records.records import read_lines
 
 log = logging.getLogger(__name__)
 
-_ANSWERS = 50
+_MAX_ANSWERS = 50
 """Answers kept in progress.json; whoever asks waits seconds for its own."""
 
 
@@ -84,7 +84,7 @@ class Steering:
             # Of limits only the present ones are of interest later.
             self._start.progress.say(f"{text} (asked by {who})", keep=do != "limits")
         self._answers[str(self._read)] = {"text": text, "refused": is_refused}
-        while len(self._answers) > _ANSWERS:
+        while len(self._answers) > _MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
         self._start.progress.steer(
             {"is_paused": self.is_paused, "limits": self._changed, "answers": self._answers}

@@ -138,7 +138,7 @@ _SHARE = 0.8
 """Share of the free memory that agents may use."""
 VERSION_TIMEOUT_S = 180.0
 """Some agents load for a minute where all cores are busy."""
-_SHOWN = 300
+_MAX_OUTPUT_CHARS = 300
 
 
 def check_agent_program(config: RunConfig) -> RunConfig:
@@ -227,7 +227,7 @@ def printed_version(agent: CommandAgent, result: ExecResult) -> str:
     version = re.search(r"\d+\.\d+[\w.+-]*", output)
     if version is None:
         how = "timed out" if result.timed_out else f"exit code {result.exit_code}"
-        printed = clip(f"{result.stdout}\n{result.stderr}".strip(), max_chars=_SHOWN)
+        printed = clip(f"{result.stdout}\n{result.stderr}".strip(), max_chars=_MAX_OUTPUT_CHARS)
         raise SandboxError(
             f"`{' '.join(agent.version_command)}` printed no version ({how}): "
             f"{printed or 'no output'}; set `version` of the agent to the command that does, or to "

@@ -486,7 +486,7 @@ async def _set_up(context: ToolContext, setup: RowSetup) -> None:
 
 # Keep the workspace of a finished conversation as it is before its check.
 
-_OF_OVERLAYS = ("work",)
+_OVERLAY_DIRECTORIES = ("work",)
 """The kernel's directory beside a layer, which nobody else can read."""
 
 
@@ -509,7 +509,7 @@ async def keep(context: ToolContext, setup: WorkerSetup) -> dict[str, str]:
         Workspace(root).make()  # one that no tool has used
     most = config.keep_workspaces << 20
     store = setup.run_dir / RETAINED_WORKSPACES
-    without = _OF_OVERLAYS if config.is_inside else ()
+    without = _OVERLAY_DIRECTORIES if config.is_inside else ()
     try:
         name = await asyncio.to_thread(pack, root, store, max_bytes=most, without=without)
     except TooLarge:

@@ -129,7 +129,7 @@ _ESCAPE = re.compile(r"\\[bfnrt]")
 _FEWEST_WORDS = 5
 """Minimum words of a question: fewer words occur together by chance."""
 
-_MOST_RUNS = 20_000_000
+_MAX_WORD_RUNS = 20_000_000
 """Maximum number of runs of words. Each takes 12 bytes in a table that is at least a third full."""
 
 _REPOSITORIES = ("repo", "repo_name", "repository")
@@ -238,9 +238,9 @@ class Contamination:
                     values += 1
             for text in texts_in(row, self._text_columns):
                 self._add(text, row_number)
-            if len(self._runs) > _MOST_RUNS:
+            if len(self._runs) > _MAX_WORD_RUNS:
                 raise ConfigError(
-                    f"{OPTION}: {one.name}: more than {_MOST_RUNS:,} runs of words; name the "
+                    f"{OPTION}: {one.name}: more than {_MAX_WORD_RUNS:,} runs of words; name the "
                     "columns with questions by evaluation_text, or leave sets out"
                 )
         if len(self._rows) == before and not values:

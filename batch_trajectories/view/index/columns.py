@@ -77,7 +77,7 @@ SCHEMA = pa.schema(
     ]
 )
 _SEARCHED = ("id", "prompt", "answer", "reason", "error", "model")
-_SHOWN = [name for name in SCHEMA.names if name not in ("key", "search", "offset", "length")]
+_ROW_COLUMNS = [name for name in SCHEMA.names if name not in ("key", "search", "offset", "length")]
 
 
 class LinePlace(NamedTuple):
@@ -124,7 +124,7 @@ def make_batch(values: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
 
 def make_rows(batch: pa.RecordBatch, places: Iterable[int]) -> list[dict[str, Any]]:
     """The rows of a batch at these places, in their order, as the page shows them."""
-    some = batch.select(_SHOWN).take(pa.array(places, pa.int64())).to_pylist()
+    some = batch.select(_ROW_COLUMNS).take(pa.array(places, pa.int64())).to_pylist()
     return [_row(one) for one in some]
 
 

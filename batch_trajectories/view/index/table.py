@@ -21,7 +21,7 @@ from batch_trajectories.view.index.parts import IndexPart, open_part
 POOL = ThreadPoolExecutor(2, thread_name_prefix="columns")
 """Arrow's functions let other threads run."""
 
-_MOST_COMPARED = 24
+_MAX_COMPARED = 24
 """Parts; merged ones grow at least by half each, so that there are fewer."""
 
 Masks = list[pa.BooleanArray]
@@ -72,7 +72,7 @@ class Table:
         While a new index is made, of many parts, nothing is compared: they are merged at its end.
         """
         masks = [pa.repeat(pa.scalar(True), batch.num_rows) for batch in self.batches]
-        if len(self.parts) > _MOST_COMPARED:
+        if len(self.parts) > _MAX_COMPARED:
             return masks
         first = 0
         for found, _ in self._opened.values():

@@ -110,13 +110,13 @@ class Objects:
 
 _MAX_BYTES = 1 << 20
 """Most bytes of all files, before and after."""
-_MOST_FILES = 2000
+_MAX_FILES = 2000
 _TIMEOUT_S = 60.0
 """Others wait."""
 _MAX_STORED_BYTES = 16 << 20
-_MOST_DIFFS = 64
-_MOST_PATHS = 100_000
-_MOST_OPEN = 8
+_MAX_DIFFS = 64
+_MAX_PATHS = 100_000
+_MAX_OPEN = 8
 
 # The index has no commits of others, as for submodules, and names are those of `objects`.
 _IS_USUAL = AT_TOP + (
@@ -190,7 +190,7 @@ class Differ:
             self._ignored |= ignored
             self._converted |= attributes
             self._looked_at |= new
-            self.is_used_up |= len(self._looked_at) >= _MOST_PATHS
+            self.is_used_up |= len(self._looked_at) >= _MAX_PATHS
         ignored = paths & self._ignored
         return None if (paths - ignored) & self._converted else ignored
 
@@ -218,7 +218,7 @@ class Differ:
             return b""
         self._diffs += 1
         self._stored_bytes += sum(map(len, objects.files.values()))
-        self.is_used_up |= self._diffs >= _MOST_DIFFS or self._stored_bytes >= _MAX_STORED_BYTES
+        self.is_used_up |= self._diffs >= _MAX_DIFFS or self._stored_bytes >= _MAX_STORED_BYTES
         store = f"{image_sandbox(self.fresh).memory_dir}/{self._diffs}"
         for entries in objects.requested():
             await self._files.ask(f"{store}/objects", op="put", entries=entries)
@@ -251,7 +251,7 @@ async def _make_plain(changes: Changes, differ: Differ) -> Plain | None:
         changes.source_before is None
         or changes.of_image
         or not differ.can_read
-        or len(states) > _MOST_FILES
+        or len(states) > _MAX_FILES
         or sum(state.size for state in states) > _MAX_BYTES
         or any(map(_is_special, {*begun, *changes.changed}))
         or any(state.kind == "file" and state.is_for_others_only for state in begun.values())
@@ -321,7 +321,7 @@ class Differs:
             finally:
                 if differ is not None and differ.is_used_up:
                     await self._end(key)
-        for oldest in [*self._open][: max(0, len(self._open) - _MOST_OPEN)]:
+        for oldest in [*self._open][: max(0, len(self._open) - _MAX_OPEN)]:
             if not self._using[oldest].locked():
                 await self._end(oldest)
 
