@@ -31,7 +31,7 @@ from toolsets.sandbox.base import (
     SandboxSettings,
 )
 from toolsets.sandbox.cgroup import make_group
-from toolsets.sandbox.factory import make_sandbox, sandbox_kind, sandbox_problem
+from toolsets.sandbox.factory import find_sandbox_class, make_sandbox, sandbox_problem
 from toolsets.workspace.workspace import Workspace
 
 PATIENCE_S = 60.0
@@ -52,7 +52,7 @@ class Box:
     def __init__(self, name: str, root: Path, settings: SandboxSettings | None = None) -> None:
         self.name = name
         self.settings = settings or SandboxSettings()
-        self.kind = sandbox_kind(name)
+        self.kind = find_sandbox_class(name)
         self.workspace = Workspace(root)
         self.root = root
         self.beat = root / "beat"

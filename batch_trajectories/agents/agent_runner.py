@@ -53,7 +53,7 @@ from batch_trajectories.engine.worker.task_runner import AgentTask
 from batch_trajectories.engine.worker.workspaces import Workspaces
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult, Sandbox, SandboxError
-from toolsets.sandbox.factory import sandbox_kind
+from toolsets.sandbox.factory import find_sandbox_class
 from toolsets.sandbox.programs import make_forward_command
 from toolsets.workspace.removal import remove_tree
 
@@ -83,7 +83,7 @@ def failure_hints(
 
 def _hidden_files(agent: CommandAgent, config: RunConfig) -> list[Path]:
     """Find the files of this machine that the agent's command names and its sandbox lacks."""
-    if config.uses_images or not sandbox_kind(config.sandbox).is_isolated:
+    if config.uses_images or not find_sandbox_class(config.sandbox).is_isolated:
         return []
     visible = [*map(Path, find_agent_program(agent, config).binds), Path("/usr")]
     named = [Path(word).absolute() for word in agent.command[1:] if _is_name(word)]
@@ -287,7 +287,7 @@ class AgentRunner:
                 if config.uses_images and agent.version_command:
                     agent = await self._ask_version(agent, sandbox)
                 if not home:
-                    home = HOME if sandbox_kind(config.sandbox).is_isolated else str(beside)
+                    home = HOME if find_sandbox_class(config.sandbox).is_isolated else str(beside)
                 start = _Start(
                     agent=agent,
                     sandbox=sandbox,
@@ -306,7 +306,7 @@ class AgentRunner:
 
     async def _serve(self, task: AgentTask, gateway: Gateway, beside: Path) -> _Access:
         """Have the gateway listen where the sandbox can reach it; `beside` may get the socket."""
-        kind = sandbox_kind(self._config.sandbox)
+        kind = find_sandbox_class(self._config.sandbox)
         shares_loopback = not kind.has_own_loopback and self._spaces.has_network(task.row)
         if not kind.is_isolated or shares_loopback:
             port, key = await gateway.serve_tcp()

@@ -21,9 +21,9 @@ from batch_trajectories.dataset.scan import Scan, tasks
 from batch_trajectories.engine.origin import describe_received
 from batch_trajectories.engine.run_dir import (
     find_run_dir,
+    list_run_names,
     read_holder,
     read_run_json,
-    runs_in,
     was_started_here,
 )
 from batch_trajectories.engine.run_totals import (
@@ -80,7 +80,7 @@ def open_run(
     output_dir = Path(output_dir)
     path = find_run_dir(run, output_dir)
     if not path.exists():
-        runs = runs_in(output_dir)
+        runs = list_run_names(output_dir)
         known = f" Runs in {output_dir}: {first_few(runs, _MAX_LISTED_RUNS)}." if runs else ""
         place = run if "/" in str(run) else output_dir / run
         raise RunDirError(

@@ -26,7 +26,7 @@ class NotApplied(Exception):
 
 
 async def solve(context: ToolContext, reference: Reference) -> dict[str, Any] | None:
-    """Apply the solution; returns how its command ended, None without a command.
+    """Apply the solution; return the exit code and output of its command, None without a command.
 
     Raises `NotApplied` with the reason. The exit code of the command does not matter: the check
     decides whether the task is solved.

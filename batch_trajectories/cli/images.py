@@ -116,11 +116,11 @@ def _read_source(
     stored = open_run(source, output_dir)
     options: dict[str, Any] = stored.identity["config"]
     if not stored.is_own:
-        used = {name: options[name] for name in _RUN_OPTIONS if name in options}
+        run_options = {name: options[name] for name in _RUN_OPTIONS if name in options}
         if trust_run:
-            say(origin.describe_trust(stored.path, used, given=given))
+            say(origin.describe_trust(stored.path, run_options, given=given))
         else:
-            if unused := origin.describe_unused(stored.path, used, given=given):
+            if unused := origin.describe_unused(stored.path, run_options, given=given):
                 say(unused)
             options = {k: v for k, v in options.items() if k not in origin.ACTIVE}
             options["dataset_file"] = stored.identity["config"]["dataset_file"]

@@ -435,10 +435,10 @@ class RunConfig(AgentOptions):
         """
         if self.is_inside:
             return True
-        from toolsets.sandbox.factory import sandbox_kind  # --help does without sandboxes
+        from toolsets.sandbox.factory import find_sandbox_class  # --help does without sandboxes
 
         try:
-            return sandbox_kind(self.sandbox).needs_image
+            return find_sandbox_class(self.sandbox).needs_image
         except SandboxError as error:
             raise ConfigError(str(error)) from error
 

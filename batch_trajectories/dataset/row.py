@@ -244,10 +244,10 @@ class RowRules:
         return {name: columns[name] for name in names if name in columns}
 
     def _read_inside(self, columns: Mapping[str, Any]) -> InsideColumns:
-        from batch_trajectories.dataset.columns import Reading, read_group
+        from batch_trajectories.dataset.columns import ValuePermissions, read_group
         from batch_trajectories.dataset.row_workspace import InsideColumns
 
-        return read_group(InsideColumns, columns, Reading(variables=self.variables))
+        return read_group(InsideColumns, columns, ValuePermissions(variables=self.variables))
 
     def _read_setup(self, columns: Mapping[str, Any], inside: InsideColumns | None) -> RowSetup:
         from batch_trajectories.dataset.row_workspace import read_row_setup

@@ -43,8 +43,8 @@ from batch_trajectories.engine.features import find_feature
 from batch_trajectories.engine.file_systems import find_network_type
 from batch_trajectories.engine.run_dir import (
     check_training_file,
-    look_at_place,
-    restore_begun_defaults,
+    prepare_directory,
+    restore_first_defaults,
 )
 from batch_trajectories.engine.run_totals import stopping_rule
 from batch_trajectories.records.checks import EXPECTED
@@ -52,7 +52,7 @@ from batch_trajectories.records.names import DATASET_INDEX, RUN_FILE
 from toolsets.catalog.registry import collect_tools
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
-from toolsets.sandbox.factory import sandbox_kind
+from toolsets.sandbox.factory import find_sandbox_class
 
 _MAX_LISTED_BAD_ROWS = 20
 
@@ -94,7 +94,7 @@ def make_plan(
     """
     check_training_file(config)
     if not fresh:
-        config = restore_begun_defaults(config)
+        config = restore_first_defaults(config)
     try:
         config = list_mcp_tools(config)
         if config.agent is not None:
@@ -124,7 +124,9 @@ def make_plan(
         user_toolsets=[toolset.name for toolset in first.user_toolsets],
     )
     if writes:
-        look_at_place(config, fresh=fresh)  # before a long read, and a copy that nothing would use
+        prepare_directory(
+            config, fresh=fresh
+        )  # before a long read, and a copy that nothing would use
     dataset = _snapshot_dataset(config, rules, writes=writes, fresh=fresh, say=say)
     scan = _scan_dataset(config, dataset, rules)
     _refuse_unused_setup(config, scan, fresh=fresh)
@@ -144,7 +146,7 @@ def _check_sandbox(config: RunConfig, toolsets: Sequence[str]) -> bool:
     Raises `ConfigError` if it needs one and none works here, or if the sandbox is unknown.
     """
     try:
-        sandbox_kind(config.sandbox)
+        find_sandbox_class(config.sandbox)
     except SandboxError as error:
         raise ConfigError(str(error)) from error
     has_other_need = config.row_setup or config.is_inside or config.agent is not None
@@ -484,7 +486,7 @@ def _refused_wishes(plan: Plan) -> Iterator[str]:
 
 def _needs_groups(plan: Plan) -> bool:
     """Whether control groups of ours limit what commands use."""
-    return plan.sandbox is not None and not sandbox_kind(plan.sandbox).limits_itself
+    return plan.sandbox is not None and not find_sandbox_class(plan.sandbox).limits_itself
 
 
 def _is_near(host: str) -> bool:

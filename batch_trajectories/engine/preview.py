@@ -32,7 +32,7 @@ from batch_trajectories.records.tasks import Task
 from toolsets.context import ToolContext
 from toolsets.workspace.workspace import Workspace
 
-_SHOWN_CHARS = 2000
+_MAX_TEXT_CHARS = 2000
 _ROWS_READ = 1000
 
 
@@ -101,7 +101,7 @@ def _first_prompt(plan: Plan) -> list[str]:
     names = [tool["function"]["name"] for tool in request.tools]
     lines = [f"first      {_plain(task.id)}, as sent to the model:"]
     for message in request.messages:
-        text = _plain(clip(message["content"], max_chars=_SHOWN_CHARS))
+        text = _plain(clip(message["content"], max_chars=_MAX_TEXT_CHARS))
         lines.append(f"  {message['role']}: " + text.replace("\n", "\n    "))
     lines.append(f"  tools offered: {', '.join(names) or 'none'}")
     if plan.config.check_expected and (expected := expected_text(task.columns)) is not None:
@@ -119,7 +119,7 @@ def _first_command(plan: Plan, task: Task) -> list[str]:
     }
     texts = [*row.agent.command, *([f"<<< {row.agent.stdin}"] if row.agent.stdin else [])]
     command = clip(
-        " ".join(fill_placeholders(text, values) for text in texts), max_chars=_SHOWN_CHARS
+        " ".join(fill_placeholders(text, values) for text in texts), max_chars=_MAX_TEXT_CHARS
     )
     return [
         f"first      {_plain(task.id)}, the command of {row.agent.name}:",

@@ -84,7 +84,7 @@ def views_by_conversation(
     """
     offers = _read(record.offers) or []
     tools_of = _read(record.inner_tools) or {}
-    others = other_models(record, inside=True)
+    others = other_models(record, with_inner=True)
     models = {turn.model for turn in record.turns}
     depth = (record.options or {}).get("max_subagent_depth")
 

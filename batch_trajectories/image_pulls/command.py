@@ -108,7 +108,7 @@ async def _fetch(store: ImageStore, config: RunConfig, references: Iterator[str]
     return outcome
 
 
-def images_of_run(scan: Scan, config: RunConfig) -> Iterator[str]:
+def list_run_images(scan: Scan, config: RunConfig) -> Iterator[str]:
     """Yield the images of a run's rows, each once."""
     return images_of_tasks(scan, range(scan.tasks), config.docker_image)
 

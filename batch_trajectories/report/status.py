@@ -14,7 +14,7 @@ from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.console import show, show_json
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.basics.text import plural, single_line
-from batch_trajectories.engine.run_dir import read_holder, read_run_json, runs_in
+from batch_trajectories.engine.run_dir import list_run_names, read_holder, read_run_json
 from batch_trajectories.engine.run_totals import RunTotals, as_table
 from batch_trajectories.engine.supervisor.progress import describe, read_state
 from batch_trajectories.export.statistics import cache_use
@@ -41,7 +41,7 @@ def show_status(stored: StoredRun, *, as_json: bool, every_s: float | None) -> N
     With `as_json`: one JSON object, or one line each time.
     """
     while True:
-        status = look(stored)
+        status = read_status(stored)
         if as_json:
             option = None if every_s else orjson.OPT_INDENT_2
             text = orjson.dumps(status.to_json(), option=option).decode()
@@ -84,7 +84,7 @@ class Status(NamedTuple):
         }
 
 
-def look(stored: StoredRun) -> Status:
+def read_status(stored: StoredRun) -> Status:
     """Read the status from the run directory and the dataset."""
     holder = stored.holder
     return Status(
@@ -256,7 +256,7 @@ def list_runs(output_dir: Path) -> list[dict[str, Any]]:
     `tasks`, `done`, `failed`, `discarded` and `pending`: as the running process or the last end
     says it, None if unknown.
     """
-    runs = [_run(output_dir / name) for name in runs_in(output_dir)]
+    runs = [_run(output_dir / name) for name in list_run_names(output_dir)]
     return sorted(runs, key=lambda run: -(run["begun"] or 0.0))
 
 

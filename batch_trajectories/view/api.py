@@ -32,7 +32,7 @@ from batch_trajectories.view.index.columns import KINDS
 from batch_trajectories.view.index.filters import RowFilters, in_keys, invert_choice, read_filters
 from batch_trajectories.view.index.run_index import run_maker
 from batch_trajectories.view.index.table import SAMPLES, Masks, Table, count_selected
-from batch_trajectories.view.labels import NAME_CHARS, decide, decided_records, labels_json
+from batch_trajectories.view.labels import MAX_NAME_CHARS, decide, decided_records, labels_json
 from batch_trajectories.view.runs import run_json
 from batch_trajectories.view.state import OpenRun, State
 
@@ -92,7 +92,7 @@ def about_run(state: State, query: Query, body: Any) -> dict[str, Any]:
     run = state.open(query.run)
     identity = read_run_json(run.place.path)
     dataset = identity["dataset"]
-    table = run.index.look()
+    table = run.index.refresh()
     facts, why = run.facts()
     return {
         "run": run_json(run.place),
@@ -122,8 +122,8 @@ class _Selected(NamedTuple):
 
 def _select_rows(state: State, query: Query) -> _Selected:
     run = state.open(query.run)
-    table = run.index.look()
-    run.labels.look()
+    table = run.index.refresh()
+    run.labels.refresh()
     filters = read_filters(query.values)
     return _Selected(run, table, filters, run.select(table, filters))
 
@@ -178,7 +178,7 @@ def _add_groups(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _add_labels(run: OpenRun, row: dict[str, Any]) -> dict[str, Any]:
-    labels = run.labels.look()
+    labels = run.labels.refresh()
     of_row = [] if labels is None else labels.get(row["record"])
     return {**row, "labels": labels_json(of_row), "verdict": agreed_verdict(of_row)}
 
@@ -195,7 +195,7 @@ def record(state: State, query: Query, body: Any) -> dict[str, Any]:
     selected = _select_rows(state, query)
     run, table = selected.run, selected.table
     found = find_record(table, query.text("id"))
-    stored = read_found(run.place, table, found, run.labels.look())
+    stored = read_found(run.place, table, found, run.labels.refresh())
     number = table.number(found)
     (row,) = table.rows([number])
     ordered = _order(selected, query)
@@ -222,7 +222,7 @@ def _find_undecided(
     if not (who := query.values.get("who")):
         return {}
     table = selected.table
-    decided = in_keys("record", decided_records(selected.run.labels.look(), who))
+    decided = in_keys("record", decided_records(selected.run.labels.refresh(), who))
     # Arrow goes through a million rows in milliseconds, a loop of Python takes seconds.
     is_open = pa.chunked_array(table.select(invert_choice(decided)), pa.bool_()).take(ordered)
     at = ordered.index(number).as_py()
@@ -242,7 +242,7 @@ def _find_id(table: Table, ordered: Any, at: int) -> str | None:
 def request(state: State, query: Query, body: Any) -> dict[str, Any]:
     """The request of one turn."""
     run = state.open(query.run)
-    table = run.index.look()
+    table = run.index.refresh()
     stored = read_found(run.place, table, find_record(table, query.text("id")), None)
     return find_request(stored, query.values.get("part", "main"), query.whole("turn", 1))
 
@@ -250,9 +250,9 @@ def request(state: State, query: Query, body: Any) -> dict[str, Any]:
 def siblings(state: State, query: Query, body: Any) -> dict[str, Any]:
     """The samples of the same prompt."""
     run = state.open(query.run)
-    table = run.index.look()
+    table = run.index.refresh()
     found = find_record(table, query.text("id"))
-    return {"siblings": find_siblings(run.place, table, found, run.labels.look())}
+    return {"siblings": find_siblings(run.place, table, found, run.labels.refresh())}
 
 
 def compare(state: State, query: Query, body: Any) -> dict[str, Any]:
@@ -276,19 +276,19 @@ def compare(state: State, query: Query, body: Any) -> dict[str, Any]:
 def in_flight(state: State, query: Query, body: Any) -> dict[str, Any]:
     """The conversations that have not ended."""
     run = state.open(query.run)
-    return {"conversations": live.in_flight(run.place, run.index.look())}
+    return {"conversations": live.in_flight(run.place, run.index.refresh())}
 
 
 def live_conversation(state: State, query: Query, body: Any) -> dict[str, Any]:
     """The journaled part of a conversation."""
     run = state.open(query.run)
-    return live.conversation(run.place, run.index.look(), query.text("id"))
+    return live.conversation(run.place, run.index.refresh(), query.text("id"))
 
 
 def agreement(state: State, query: Query, body: Any) -> dict[str, Any]:
     """The verdicts, and how reviewers agree."""
     run = state.open(query.run)
-    found = run.agreement(run.index.look())
+    found = run.agreement(run.index.refresh())
     if run.labels.error is not None:
         raise RunDirError(run.labels.error)
     return {"version": run.version, "labels": found}
@@ -301,16 +301,16 @@ def label(state: State, query: Query, body: Any) -> dict[str, Any]:
     if run.place.url is not None:
         raise RunDirError("this is a copy of a mirror; label the run itself")
     refuse_strangers(run.place.path)
-    table = run.index.look()
-    labels = run.labels.look()
+    table = run.index.refresh()
+    labels = run.labels.refresh()
     if run.labels.error is not None:
         raise RunDirError(run.labels.error)
     found = read_found(run.place, table, find_record(table, _text(given, "id")), labels)
     if given.get("record") not in (None, score_key(found)):
         raise RunDirError(f"{found.id}: was made again since you opened it; look at it again")
     who = given.get("who") or state.who
-    if not isinstance(who, str) or len(who) > NAME_CHARS or not who.isprintable():
-        raise BadRequest(f"who: must be a name of up to {NAME_CHARS} characters")
+    if not isinstance(who, str) or len(who) > MAX_NAME_CHARS or not who.isprintable():
+        raise BadRequest(f"who: must be a name of up to {MAX_NAME_CHARS} characters")
     over = given.get("over") or []
     if not isinstance(over, list) or not all(isinstance(one, str) for one in over):
         raise BadRequest("over: must be a list of ids")
@@ -322,7 +322,7 @@ def label(state: State, query: Query, body: Any) -> dict[str, Any]:
         before = decide(run.place.path, found, others, given, who)
     except (ValueError, msgspec.ValidationError) as error:
         raise BadRequest(str(error)) from error
-    now = run.labels.look()
+    now = run.labels.refresh()
     of_record = [] if now is None else now.get(score_key(found))
     return {
         "labels": labels_json(of_record),

@@ -85,18 +85,18 @@ class _Watch:
             found.append(("gone", {"key": key}))
         self._runs = set(runs)
         if self._run is None:  # the list of runs is looked at
-            self._state.health.look(runs.values())
+            self._state.health.begin_next(runs.values())
         return found
 
     def _run_events(self, key: str) -> list[tuple[str, Any]]:
         run = self._state.open(key)
-        table = run.index.look()
+        table = run.index.refresh()
         found = self._new("index", key, run.index.to_json())
         found += self._new("text", key, run.texts.read_state()) if run.texts.state else []
         facts, why = run.facts()
         as_of = None if facts is None else facts["as_of"]
         found += self._new("facts", key, {"as_of": as_of, "error": why})
-        run.labels.look()
+        run.labels.refresh()
         found += self._new("labels", key, {"version": run.version, "size": run.labels.size})
         journals = live.signature(run.place.path)
         began = time.monotonic()

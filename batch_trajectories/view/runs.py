@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from batch_trajectories.api.stored_run import StoredRun, open_run
 from batch_trajectories.basics.errors import RunDirError, RunError
 from batch_trajectories.basics.validation import is_url
-from batch_trajectories.engine.run_dir import read_holder, read_run_json, runs_in
+from batch_trajectories.engine.run_dir import list_run_names, read_holder, read_run_json
 from batch_trajectories.engine.supervisor.progress import describe, read_state
 from batch_trajectories.records.files import read_json, refuse_strange_files
 from batch_trajectories.records.names import (
@@ -104,7 +104,7 @@ class Places:
                 name = directory.resolve().name
                 yield RunPlace(_key(name, number), directory, place)
                 continue
-            for name in runs_in(directory):
+            for name in list_run_names(directory):
                 yield RunPlace(_key(name, number), directory / name, place)
 
     def find(self, key: str) -> RunPlace:

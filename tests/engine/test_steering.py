@@ -74,7 +74,7 @@ def test_limits_that_would_stop_a_run_are_refused(tmp_path: Path, asked: dict[st
     start: Any = SimpleNamespace(run_dir=SimpleNamespace(path=tmp_path), progress=progress)
     pool: Any = SimpleNamespace(workers=[])
     append_line(tmp_path / "control.jsonl", {"to": identify_process({}), "do": "limits", **asked})
-    Steering(start, pool, limits, budget, interrupt=pytest.fail).tend()
+    Steering(start, pool, limits, budget, interrupt=pytest.fail).carry_out_requests()
     assert [answer["refused"] for answer in answers["answers"].values()] == [True]
     worker: Any = Told()
     limits.share([worker])
@@ -89,7 +89,7 @@ def test_limits_change_together_or_not_at_all(tmp_path: Path) -> None:
     line = {"to": identify_process({}), "do": "limits", "max_run_cost_usd": 9.0, "rpm": 5.0}
     append_line(tmp_path / "control.jsonl", line)
     pool: Any = SimpleNamespace(workers=[])
-    Steering(start, pool, RunLimits({}), budget, interrupt=pytest.fail).tend()
+    Steering(start, pool, RunLimits({}), budget, interrupt=pytest.fail).carry_out_requests()
     (answer,) = answers["answers"].values()
     assert answer["refused"]
     assert "nothing was changed" in answer["text"]

@@ -29,7 +29,7 @@ from batch_trajectories.basics.errors import (
 from batch_trajectories.basics.process import lock_file
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.basics.validation import UrlPath
-from toolsets.images.archives import StoredImage, images_in, opener, read_images
+from toolsets.images.archives import StoredImage, find_images, open_source, read_images
 from toolsets.images.layers import STATE, TREE, Unpacking, read_inside
 from toolsets.images.names import ImageError, full_name, parse_digest
 from toolsets.workspace.removal import remove_tree
@@ -203,7 +203,7 @@ class ImageStore:
     def _scanned(self) -> tuple[list[StoredImage], list[ImageError]]:
         if self._url is not None and not self._is_whole():
             self._download(self._url)  # a worker on another machine than the parent
-        images = list(images_in(self.directory))
+        images = list(find_images(self.directory))
         problems = [item for item in images if isinstance(item, ImageError)]
         for problem in problems:
             _log.warning("An image cannot be read and is not used: %s", problem)
@@ -278,7 +278,7 @@ class ImageStore:
         """Unpack the layers with these ids into `root`; the first `shared` are linked to a base."""
         base = self._make_base(image, diff_ids[:shared]) if shared else None
         unpacking = Unpacking(root, base)
-        with opener(image.source) as open_member:
+        with open_source(image.source) as open_member:
             for name, diff_id in list(zip(image.layers, diff_ids, strict=False))[shared:]:
                 with open_member(name) as layer:
                     unpacking.add(layer, diff_id)

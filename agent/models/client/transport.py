@@ -501,7 +501,7 @@ class Transport:
         if is_unresolved:
             message = f"its name cannot be resolved ({message})"
         if self._proxy and isinstance(error, _PROXY_UNREACHED):
-            message = f"{self._proxy.description}: {message}. Correct it, {self._proxy.instead}"
+            message = f"{self._proxy.description}: {message}. Correct it, {self._proxy.alternative}"
         elif self._proxy:
             message += f" (by way of {self._proxy.description})"
         return ModelError(

@@ -203,9 +203,9 @@ class Progress:
                 line = describe(state, self._turns)
                 self._say(f"{self._ended}/{self._total} {self._tasks}: {line}")
 
-    def steer(self, steered: dict[str, Any]) -> None:
+    def set_steering(self, steering: dict[str, Any]) -> None:
         """Write what people have asked of the run with the next state, at once."""
-        self.steered = steered
+        self.steered = steering
         self._written_at = float("-inf")
 
     @property

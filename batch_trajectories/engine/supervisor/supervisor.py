@@ -165,7 +165,7 @@ class Supervisor:
         Called after every message except `TaskFinished`: finished tasks are acknowledged
         together, after one sync.
         """
-        self._start.run_dir.check_is_there()
+        self._start.run_dir.check_exists_still()
         if (problem := self._start.run_dir.problem() or self._parsers.problem()) is not None:
             self._stop(problem)
         if self._watch is not None and self._watch.stop_reason and self._stop_reason is None:
@@ -271,7 +271,7 @@ class Supervisor:
             self._start.failures.append(task.failure)
             self._progress.say_failed(task.failure)
         for image in task.images:
-            self._start.run_dir.keep_image(**image)
+            self._start.run_dir.record_image(**image)
         self._start.records.append(task.payload, task.fields)
         if self._watch is not None:
             self._watch.on_finished(task.fields, task.payload)
@@ -336,7 +336,7 @@ class Supervisor:
             self._steering = Steering(
                 self._start, self._pool, self.limits, self.budget, interrupt=self.interrupt
             )
-        self._steering.tend()
+        self._steering.carry_out_requests()
 
     def _serve_batches(self) -> None:
         if self._batches is None or self._is_paused:

@@ -16,7 +16,7 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import clip
 from batch_trajectories.config.run_config import RunConfig
 from toolsets.sandbox.base import ExecResult, Extras, Limits, SandboxError
-from toolsets.sandbox.factory import make_sandbox, sandbox_kind
+from toolsets.sandbox.factory import find_sandbox_class, make_sandbox
 from toolsets.sandbox.programs import inside_python
 from toolsets.workspace.workspace import Workspace
 
@@ -154,7 +154,7 @@ def check_agent_program(config: RunConfig) -> RunConfig:
     agent = config.agent
     try:
         installed = find_agent_program(agent, config)
-        if installed.shims is not None and sandbox_kind(config.sandbox).is_isolated:
+        if installed.shims is not None and find_sandbox_class(config.sandbox).is_isolated:
             raise NotInstalled(
                 f"{agent.command[0]!r} or its interpreter is a script of a version manager in "
                 f"{installed.shims}, which does not work in the sandbox; install the agent in a "

@@ -118,7 +118,7 @@ class Calls:
         self.pool = ModelPool(
             key_of=self._find_key,
             on_retry=on_retry,
-            gate_of=lambda settings: self._limiters[settings.endpoint],
+            admission_of=lambda settings: self._limiters[settings.endpoint],
             say=say,
             share=Share(workers, conversations),
         )

@@ -40,7 +40,7 @@ from batch_trajectories.engine.worker.workspace_setup import (
 from batch_trajectories.engine.worker.workspaces import PreparedWorkspace, Workspaces
 from batch_trajectories.records.tasks import SUSPECT_DEATHS
 from toolsets.context import ToolContext
-from toolsets.sandbox.factory import sandbox_kind
+from toolsets.sandbox.factory import find_sandbox_class
 from toolsets.tool import ASKS, Tool, ToolResult
 from toolsets.toolbox import Toolbox
 
@@ -289,7 +289,7 @@ class Rebuilder:
         return (*before, *self.assignment.events)
 
     def _is_confined(self) -> bool:
-        is_isolated = sandbox_kind(self.worker.config.sandbox).is_isolated
+        is_isolated = find_sandbox_class(self.worker.config.sandbox).is_isolated
         return is_isolated and not self.spaces.has_network(self.row)
 
     def _tools(self, *, users: bool) -> Mapping[str, Tool]:
