@@ -69,14 +69,14 @@ class Box:
     ) -> Result:
         """Give a sandbox to `act`, and stop it."""
 
-        async def used() -> Result:
+        async def use() -> Result:
             sandbox = self.make(limits)
             try:
                 return await act(sandbox)
             finally:
                 await sandbox.stop()
 
-        return asyncio.run(used())
+        return asyncio.run(use())
 
     def run(
         self,
@@ -229,7 +229,7 @@ class TestLimits:
         try:
             result = box.run("python3", "-c", hog, limits=Limits(memory_mb=256))
         except SandboxError as error:
-            said, has_failed = str(error), "used more memory than its limit" in str(error)
+            said, has_failed = str(error), "use more memory than its limit" in str(error)
         else:
             said, has_failed = result.stdout, result.exit_code != 0
         assert has_failed

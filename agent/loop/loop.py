@@ -196,7 +196,7 @@ class _Loop:
         if n < count_runnable(self.trajectory, self.spec):
             result = await self._run(call, None)
         elif n < MAX_RUN_CALLS:
-            result = _over_limit(self.spec.max_calls)
+            result = _refuse_over_limit(self.spec.max_calls)
         else:
             result = _TOO_MANY_CALLS
         self.record(result_event(turn, n, call, result, clock))
@@ -256,7 +256,7 @@ def close_calls(trajectory: Trajectory, status: Status, journal: Journal) -> Non
         trajectory.apply(event)
 
 
-def _over_limit(max_calls: int | None) -> ToolResult:
+def _refuse_over_limit(max_calls: int | None) -> ToolResult:
     text = (
         f"Error: this call was not run: at most {max_calls} calls can be made before a message. "
         "Write the message now."

@@ -345,7 +345,7 @@ class ModelSettings:
             return f"The key is that of {self.key_variable}, if it is set (see --key_env)."
         return f"The key is that of the environment variable {self.key_variable} (see --key_env)."
 
-    def source_of(self, api_key: str) -> str:
+    def describe_key_source(self, api_key: str) -> str:
         """The origin of `api_key`, which was sent, as a sentence for messages."""
         connection = self.connection
         if connection.client is not None or connection.key_command or connection.headers_env:

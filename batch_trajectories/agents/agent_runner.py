@@ -270,7 +270,7 @@ class AgentRunner:
         """Run the agent for the task, and again for each further message of the user."""
         config, agent = self._config, task.agent
         installed = find_agent_program(agent, config)
-        async with _home_beside(task.context.workspace.root) as beside:
+        async with _make_home(task.context.workspace.root) as beside:
             access = await self._serve(task, gateway, beside)
             extras = sandbox_extras(
                 installed,
@@ -452,7 +452,7 @@ def _is_cut_off(task: AgentTask, relay: Relay, result: ExecResult) -> bool:
 
 
 @asynccontextmanager
-async def _home_beside(root: Path) -> AsyncIterator[Path]:
+async def _make_home(root: Path) -> AsyncIterator[Path]:
     """Make a directory beside a workspace for the time of one start."""
     path = root.with_name(f"{root.name}.agent")
     if os.path.lexists(path):

@@ -209,11 +209,11 @@ class RunCommand(click.Command):
         for name, field in RunConfig.model_fields.items():
             if name not in known and name not in _COMMAND_OPTIONS:
                 self.params.append(
-                    _hidden(name, _refuse_rare)
+                    _make_hidden_flag(name, _refuse_rare)
                     if is_marked(field, "rare")
                     else _option(name, field)
                 )
-        self.params += [_hidden(name) for name in FORMER if name not in known]
+        self.params += [_make_hidden_flag(name) for name in FORMER if name not in known]
         return super().get_params(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -268,7 +268,7 @@ class RunCommand(click.Command):
                 formatter.write_dl(listed_records)
 
 
-def _hidden(name: str, callback: Callable[..., Any] | None = None) -> click.Option:
+def _make_hidden_flag(name: str, callback: Callable[..., Any] | None = None) -> click.Option:
     """A flag, with or without a value, that the help does not show."""
     return click.Option(
         [f"--{name}"], hidden=True, is_flag=False, flag_value="true", callback=callback

@@ -79,7 +79,9 @@ def endpoint_list(own: Mapping[str, EndpointConfig]) -> list[dict[str, Any]]:
 
     `variables` says of each environment variable whether it is set, and never its value.
     """
-    known = [_known(prefix, row) for prefix, row in PROVIDERS.items() if prefix not in own]
+    known = [
+        _describe_provider(prefix, row) for prefix, row in PROVIDERS.items() if prefix not in own
+    ]
     return [_own(prefix, entry) for prefix, entry in own.items()] + known
 
 
@@ -109,7 +111,7 @@ def _line(endpoint: Mapping[str, Any]) -> tuple[str, ...]:
     return endpoint["prefix"], where, " or ".join(sources) or "no key", said
 
 
-def _known(prefix: str, row: Provider) -> dict[str, Any]:
+def _describe_provider(prefix: str, row: Provider) -> dict[str, Any]:
     return {
         "prefix": prefix,
         "base_url": row.base_url or None,

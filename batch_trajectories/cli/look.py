@@ -113,8 +113,8 @@ class _Findings:
         from batch_trajectories.basics import exact_json
         from batch_trajectories.dataset.lines import columns_in
         from batch_trajectories.dataset.row_conversation import (
-            columns_beside,
             json_type,
+            other_prompt_columns,
             usual_prompt,
         )
 
@@ -133,7 +133,7 @@ class _Findings:
         if prompt and prompt != "prompt":
             self.prompt_columns[prompt] += 1
         if prompt and self.kind is None:
-            self.beside_prompt.update((prompt, name) for name in columns_beside(row, prompt))
+            self.beside_prompt.update((prompt, name) for name in other_prompt_columns(row, prompt))
         return row
 
     def _try_to_use(self, row: dict[str, Any]) -> None:

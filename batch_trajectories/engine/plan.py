@@ -400,7 +400,7 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
         url for settings in called_models(plan.setups) for url in settings.urls
     ):
         url = urlsplit(base_url)
-        if url.scheme == "http" and url.hostname and not _is_near(url.hostname):
+        if url.scheme == "http" and url.hostname and not _is_loopback(url.hostname):
             say(
                 f"warning: {base_url} is not encrypted: others on the network can read prompts, "
                 "replies and the API key; use https"
@@ -415,7 +415,7 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
             "writable for a strict limit"
         )
     if plan.config.token_ids and plan.config.agent is None:
-        for message in on_logprobs(plan.setups):  # asks servers
+        for message in warn_about_logprobs(plan.setups):  # asks servers
             say(message)
     if plan.config.agent is None:
         for name in find_unused_toolsets(plan.config):
@@ -489,7 +489,7 @@ def _needs_groups(plan: Plan) -> bool:
     return plan.sandbox is not None and not find_sandbox_class(plan.sandbox).limits_itself
 
 
-def _is_near(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     """Whether what is sent to `host` stays on this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -554,7 +554,7 @@ _NEUTRAL = {
 _PATIENCE_S = 2.0
 
 
-def on_logprobs(setups: Setups) -> Iterator[str]:
+def warn_about_logprobs(setups: Setups) -> Iterator[str]:
     """Warnings for models with token ids whose log-probabilities are not those of the sampling.
 
     None for a server that is known to give those. A server of the user's own is asked for its mode.

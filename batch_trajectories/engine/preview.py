@@ -137,7 +137,7 @@ async def _capture_request(plan: Plan, task: Task) -> Request:
     context = ToolContext(Workspace(config.run_dir / WORKSPACES / task.key.hex()))
     home = AgentServices(setup, context, pool, config.tool_timeout_s)
     conversation = ConversationRunner(
-        trajectory=_begun(row),
+        trajectory=_begin_conversation(row),
         spec=row.spec,
         model=_CapturingModel(),
         toolbox=home.toolbox(),
@@ -152,7 +152,7 @@ async def _capture_request(plan: Plan, task: Task) -> Request:
     return Request(row.opening)  # it ends without any call
 
 
-def _begun(row: RowTask) -> Trajectory:
+def _begin_conversation(row: RowTask) -> Trajectory:
     """The conversation before its first request. A simulated user is not asked for its message."""
     user = row.spec.options.simulated_user
     trajectory = row.trajectory([])

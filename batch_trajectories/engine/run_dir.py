@@ -629,7 +629,7 @@ def find_run_dir(run: Path | str, output_dir: Path) -> Path:
 
 
 def list_run_names(output_dir: Path) -> list[str]:
-    """The names of the runs in a directory. A hidden directory is a run that is still being made."""
+    """The names of the runs in a directory. A hidden one is a run that is still being made."""
     return sorted(path.parent.name for path in output_dir.glob("[!.]*/run.json"))
 
 

@@ -332,7 +332,7 @@ class SharedLimits:
         deadline = time.monotonic() + _CLOSE_S
         while not isinstance(self.problem, RunLocked):
             try:
-                me = self._refreshed()
+                me = self._refresh()
                 if self._write(replace(me, is_open=False), share=0.0, account=self._account):
                     return None
             except (RunLocked, RunDirError) as error:
@@ -376,7 +376,7 @@ class SharedLimits:
 
     def _look(self) -> bool:
         """Read the ledger, and write what must change; False where others were faster."""
-        me = self._refreshed()
+        me = self._refresh()
         others = self._others()
         n = 1 + sum(other.is_open for other in others.values())
         is_due = time.monotonic() - self._wrote_at >= me.beat_s
@@ -406,7 +406,7 @@ class SharedLimits:
                 self._need = None
         return True
 
-    def _refreshed(self) -> Member:
+    def _refresh(self) -> Member:
         self._ledger.refresh()
         me = self._ledger.members.get(self._id)
         if me is None or me.start != self._start:

@@ -227,13 +227,13 @@ class _Shortening:
                 self._plain[id(message)] = msgspec.to_builtins(message)
         before = [self._plain[id(message)] for message in messages]
         return [
-            message if now is was else self._stored(message, now)
+            message if now is was else self._to_stored(message, now)
             for message, was, now in zip(
                 messages, before, self._compact(before, self._after), strict=True
             )
         ]
 
-    def _stored(self, message: StoredMessage, short: Message) -> StoredMessage:
+    def _to_stored(self, message: StoredMessage, short: Message) -> StoredMessage:
         if id(message) not in self._short:
             made = msgspec.convert(short, StoredMessage)
             made = made if _is_reasoning_sent(made, self._record) else _drop_reasoning(made)

@@ -277,6 +277,6 @@ def _conversation_digest(found: SourceConversation) -> str:
 def digest_of_messages(found: SourceConversation) -> str:
     """Return the digest that earlier versions made, without marks and columns."""
     content = exact_json.dumps(
-        [found.conversation.stored(0.0), found.tools, found.facts, found.imported, found.id]
+        [found.conversation.to_record(0.0), found.tools, found.facts, found.imported, found.id]
     )
     return blake2b(content, digest_size=16).hexdigest()

@@ -57,7 +57,7 @@ class Figures(NamedTuple):
     top_logprobs: bytes = b""
     """A float for each of `top_ids`."""
 
-    def at(self, places: Sequence[int], top: int) -> Figures:
+    def select(self, places: Sequence[int], top: int) -> Figures:
         """The figures of some of the sampled tokens, by index, with the first `top` tokens."""
         return Figures(
             logprobs=_take(self.logprobs, places, stride=1, count=1),

@@ -87,7 +87,7 @@ def list_runs(state: State, query: Query, body: Any) -> dict[str, Any]:
     }
 
 
-def about_run(state: State, query: Query, body: Any) -> dict[str, Any]:
+def describe_run(state: State, query: Query, body: Any) -> dict[str, Any]:
     """One run: its options, what its rows can be filtered by."""
     run = state.open(query.run)
     identity = read_run_json(run.place.path)
@@ -364,7 +364,7 @@ _RUN = "/api/runs/{run}"
 READS: Mapping[str, Callable[[State, Query, Any], Any]] = {
     "/api/runs": list_runs,
     "/api/compare": compare,
-    _RUN: about_run,
+    _RUN: describe_run,
     f"{_RUN}/rows": rows,
     f"{_RUN}/charts": charts,
     f"{_RUN}/record": record,

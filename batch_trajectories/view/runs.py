@@ -168,7 +168,7 @@ def run_json(run: RunPlace) -> dict[str, Any]:
     about |= {"is_mirror": run.url is not None, "is_audit": False, "cost_unknown": False}
     about |= {"can_steer": False, "can_label": False}
     try:
-        return {**unknown, **about, **_found(run), "error": run.problem}
+        return {**unknown, **about, **_describe_run(run), "error": run.problem}
     except (RunError, OSError) as error:
         why = str(error)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
@@ -176,7 +176,7 @@ def run_json(run: RunPlace) -> dict[str, Any]:
     return {**unknown, **about, "state": "unreadable", "error": why}
 
 
-def _found(run: RunPlace) -> dict[str, Any]:
+def _describe_run(run: RunPlace) -> dict[str, Any]:
     refuse_strange_files(run.path)
     identity = read_run_json(run.path)
     holder = run.stored().holder if run.url else read_holder(run.path)

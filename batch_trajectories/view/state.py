@@ -82,7 +82,7 @@ class OpenRun:
         choices = [*more, *self._label_choices(filters)]
         if found is not None:
             choices.append(found.choice)
-        masks = table.select(filters.joined(choices))
+        masks = table.select(filters.join(choices))
         if not more:
             with self._lock:
                 self._selected[key] = masks

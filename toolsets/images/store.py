@@ -150,7 +150,7 @@ class ImageStore:
             known = {image.source for image in self._images}
             for image in images:
                 if image.source not in known:
-                    self._scanned[0].append(image)
+                    self._scan[0].append(image)
                     self._add_names(self._group_names, image)
 
     def unpack(self, reference: str) -> UnpackedImage:
@@ -200,7 +200,7 @@ class ImageStore:
         return is_complete(self.directory)
 
     @cached_property
-    def _scanned(self) -> tuple[list[StoredImage], list[ImageError]]:
+    def _scan(self) -> tuple[list[StoredImage], list[ImageError]]:
         if self._url is not None and not self._is_whole():
             self._download(self._url)  # a worker on another machine than the parent
         images = list(find_images(self.directory))
@@ -211,7 +211,7 @@ class ImageStore:
 
     @property
     def _images(self) -> list[StoredImage]:
-        return self._scanned[0]
+        return self._scan[0]
 
     @cached_property
     def _group_names(self) -> dict[str, list[StoredImage]]:
@@ -228,7 +228,7 @@ class ImageStore:
 
     @property
     def _problems(self) -> list[ImageError]:
-        return self._scanned[1]
+        return self._scan[1]
 
     def _make_directory(self) -> None:
         try:

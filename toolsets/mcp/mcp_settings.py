@@ -147,7 +147,7 @@ class McpServer(BaseModel):
         """The tools that the server listed; None if it was not asked."""
         return self._listed
 
-    def with_listed(self, tools: tuple[ListedTool, ...]) -> McpServer:
+    def with_listed_tools(self, tools: tuple[ListedTool, ...]) -> McpServer:
         """Return a copy with the tools that the server listed."""
         server = self.model_copy()
         server._listed = tools

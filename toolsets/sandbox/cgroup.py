@@ -38,7 +38,7 @@ class Group:
             counter for path in paths for counter in _open_counters(path, known=_file_names(path))
         ]
 
-    def joined(self, argv: Sequence[str]) -> list[str]:
+    def join(self, argv: Sequence[str]) -> list[str]:
         """Return a command that runs `argv` in the group."""
         return ["/bin/sh", "-c", _JOIN, "sh", *map(str, self.paths), "--", *argv]
 

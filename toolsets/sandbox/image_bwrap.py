@@ -216,7 +216,7 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
         # An entrypoint changes files at its start, for each conversation.
         return not self.entrypoint and self._layering == "overlay"
 
-    def begin_above(self, base: str) -> bool:
+    def begin_from_base(self, base: str) -> bool:
         """See `ImageSandbox`."""
         self._workspace.make()
         return use_base(self._workspace.root, base)

@@ -283,7 +283,7 @@ class Transport:
             )
         has_begun = was_passed_on = False
 
-        def pass_on(raw: bytes, data: str | None) -> bool:
+        def relay_event(raw: bytes, data: str | None) -> bool:
             nonlocal has_begun, was_passed_on
             if has_begun or data is not None:  # after a comment alone the call can be repeated
                 has_begun = True
@@ -295,7 +295,7 @@ class Transport:
                 prepared,
                 settings,
                 assembly,
-                pass_on,
+                relay_event,
                 unasked=request.unasked,
                 conversation=request.conversation,
             )

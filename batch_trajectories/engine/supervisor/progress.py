@@ -103,7 +103,7 @@ class Progress:
             mininterval=_DRAW_EVERY_S,
         )
 
-    def task_ended(
+    def count_ended_task(
         self, *, failure: str | None, passed: bool | None = None, opened: int = 0
     ) -> None:
         """A task has ended in this start; `failure` is its failure class, if it failed.
@@ -120,7 +120,7 @@ class Progress:
             self._failed[failure] += 1
         self._move(1)
 
-    def found_ended(
+    def count_earlier_tasks(
         self,
         *,
         done: int,
@@ -140,7 +140,7 @@ class Progress:
             self._failed[_EARLIER] += failed
         self._move(done + failed)
 
-    def task_retried(self, failure: str) -> None:
+    def count_retried_task(self, failure: str) -> None:
         """A task that failed in this start, with this failure class, is queued again."""
         self._ended_now -= 1
         self._checked[None] -= 1
@@ -167,7 +167,7 @@ class Progress:
             self._messages.append(message)
         self._say(message)
 
-    def say_failed(self, failure: Failure) -> None:
+    def show_failure(self, failure: Failure) -> None:
         """Show only the first failures: a run may have thousands, and failures.jsonl has all."""
         self._failures_told += 1
         if self._failures_told <= _MAX_SHOWN_FAILURES:

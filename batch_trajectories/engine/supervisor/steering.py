@@ -148,7 +148,7 @@ class Steering:
             raise _Refused("no conversation has failed in this start that has an attempt left")
         self._start.inflight.add_living(failed)
         for failure in failed.values():
-            self._start.progress.task_retried(failure)
+            self._start.progress.count_retried_task(failure)
         return f"{plural(len(failed), 'failed conversation')} queued again"
 
     def _stop(self, id: str) -> str:

@@ -269,7 +269,7 @@ class Supervisor:
         self._release(worker, task.key)
         if task.failure is not None:
             self._start.failures.append(task.failure)
-            self._progress.say_failed(task.failure)
+            self._progress.show_failure(task.failure)
         for image in task.images:
             self._start.run_dir.record_image(**image)
         self._start.records.append(task.payload, task.fields)
@@ -278,20 +278,20 @@ class Supervisor:
         if not (self._start.config.audit or self._start.config.checked_run):
             self._parsers.on_ended(task.signs)
         passed = task.fields.passed
-        opened = self._queue.ended(task.key, passed, task.fields.cost_usd)
+        opened = self._queue.queue_followers(task.key, passed, task.fields.cost_usd)
         failed = None if task.failure is None else task.failure.error_class
-        self._progress.task_ended(failure=failed, passed=passed, opened=opened)
+        self._progress.count_ended_task(failure=failed, passed=passed, opened=opened)
         self._finished.append((worker, task.key))
 
     def _on_failed(self, worker: WorkerHandle, task: TaskFailed) -> None:
         """Count a failed attempt of a task that has attempts left."""
-        self._queue.failed(task.key, task.failure.error_class, task.model)
+        self._queue.note_failure(task.key, task.failure.error_class, task.model)
         if self._watch is not None:
             self._watch.on_failed_attempt(task.failure.error_class)
         self._release(worker, task.key)
         self._start.failures.append(task.failure)
-        self._progress.task_ended(failure=task.failure.error_class)
-        self._progress.say_failed(task.failure)
+        self._progress.count_ended_task(failure=task.failure.error_class)
+        self._progress.show_failure(task.failure)
 
     def _release(self, worker: WorkerHandle, key: bytes) -> None:
         # A message that was held back is of a task that the worker gave up before.
@@ -419,8 +419,8 @@ class Supervisor:
         self._start.records.add(record)
         self._start.records.sync()
         self._forget(key)
-        opened = self._queue.ended(key, None, record.cost_usd)
-        self._progress.task_ended(failure=failure.error_class, opened=opened)
+        opened = self._queue.queue_followers(key, None, record.cost_usd)
+        self._progress.count_ended_task(failure=failure.error_class, opened=opened)
 
     def _watch_workers(self) -> None:
         self._pool.kill_silent()

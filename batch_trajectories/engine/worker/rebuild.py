@@ -109,7 +109,7 @@ class Rebuilder:
         if not self._max_s or self.assignment.deaths >= SUSPECT_DEATHS:
             return prepared, None
         knows_begun = self.assignment.knows_begun
-        cut_off = list(self._cut_off(trajectory, knows_begun=knows_begun))
+        cut_off = list(self._find_interrupted_tools(trajectory, knows_begun=knows_begun))
         is_doubtful = not (prepared.kept and knows_begun) or self._had_sessions()
         has_results = any(repeatable is not None for _, repeatable in self._steps())
         if not (cut_off or (has_results and is_doubtful)):
@@ -130,17 +130,17 @@ class Rebuilder:
         await asyncio.to_thread(set_aside, root)
         begun = time.monotonic()
         try:
-            fresh, calls = await self._repeat(await self._opened(resumed=False), begun)
+            fresh, calls = await self._repeat(await self._open_workspace(resumed=False), begun)
         except _InUse:
             raise
         except (_Impossible, SetupFailed) as error:
             facts = error.facts if isinstance(error, _Impossible) else Rebuild(why=str(error))
             await asyncio.to_thread(put_back, root)
-            return await self._opened(resumed=True), facts
+            return await self._open_workspace(resumed=True), facts
         await asyncio.to_thread(forget_aside, root)
         return fresh, Rebuild(calls=calls, duration_s=round(time.monotonic() - begun, 3))
 
-    async def _opened(self, *, resumed: bool) -> ToolContext:
+    async def _open_workspace(self, *, resumed: bool) -> ToolContext:
         """A fresh workspace, or with `resumed` the one that is there, with a new sandbox."""
         context = self.spaces.open(self.key, self.row, resumed=resumed)
         try:
@@ -183,7 +183,7 @@ class Rebuilder:
                 if repeatable is None:
                     if event["kind"] == "resumed" and "rebuilt" not in event:
                         await context.close(remove=False)
-                        context = await self._opened(resumed=True)
+                        context = await self._open_workspace(resumed=True)
                         toolboxes = self._toolboxes(context)
                     continue
                 if self._find_tool(repeatable) is None:
@@ -195,7 +195,7 @@ class Rebuilder:
                 toolbox = toolboxes.users if repeatable.is_users else toolboxes.agents
                 now = await self._call(toolbox, repeatable)
                 calls += 1
-                await self._wait_for(toolbox.late_calls, begun)
+                await self._wait_for_late_calls(toolbox.late_calls, begun)
                 if differs(now, result["message"]):
                     raise _Impossible("its result differs", result, now.content)
                 if now.details.get("running"):
@@ -205,7 +205,7 @@ class Rebuilder:
             raise
         return context, calls
 
-    async def _wait_for(self, late: Sequence[Future[ToolResult]], begun: float) -> None:
+    async def _wait_for_late_calls(self, late: Sequence[Future[ToolResult]], begun: float) -> None:
         """Wait for calls that exceeded their time limit; the next start undoes what they do."""
         while not all(call.done() for call in late):
             self.check_stop()
@@ -304,7 +304,7 @@ class Rebuilder:
                     named[tool.name] = replace(tool, effects="elsewhere")
         return named
 
-    def _cut_off(
+    def _find_interrupted_tools(
         self, trajectory: Trajectory, *, knows_begun: bool, users: bool = False
     ) -> Iterator[Tool]:
         """The tools of the calls that may have run when the process died."""
@@ -318,7 +318,7 @@ class Rebuilder:
             elif not knows_begun or call["id"] in trajectory.started_calls:
                 yield tool
         for inner in begun:
-            yield from self._cut_off(
+            yield from self._find_interrupted_tools(
                 inner.trajectory,
                 knows_begun=knows_begun,
                 users=users or inner.name == SIMULATED_USER,

@@ -46,10 +46,10 @@ def check_functions(places: Sequence[str]) -> dict[str, str]:
 
     Raises `ConfigError` if one cannot be imported.
     """
-    return {place: _checked(place) for place in places}
+    return {place: _read_version(place) for place in places}
 
 
-def _checked(place: str) -> str:
+def _read_version(place: str) -> str:
     with tempfile.TemporaryFile() as errors:
         try:
             done = subprocess.run(

@@ -51,7 +51,7 @@ async def set_up_workspace(context: ToolContext, row: RowSetup) -> None:
 
 
 @asynccontextmanager
-async def setting_up(root: Path) -> AsyncIterator[None]:
+async def mark_unfinished_setup(root: Path) -> AsyncIterator[None]:
     """Set a workspace up inside a `with` block; a crash or an error leaves a mark."""
     mark = incomplete_mark(root)
     await asyncio.to_thread(mark.touch)
@@ -97,7 +97,7 @@ def keep_or_remove(root: Path, sandbox: ImageSandbox) -> tuple[bool, bool]:
     """Keep what a conversation has changed in its image, or prepare for a workspace made anew.
 
     Return whether the changes were kept, and whether the image was replaced. A new workspace is
-    marked as incomplete until `mark_set_up`, so that a crash before shows.
+    marked as incomplete until `mark_finished_setup`, so that a crash before shows.
     """
     is_other = image_was_replaced(root, sandbox.image_digest)
     if sandbox.has_survived() and not is_other and not incomplete_mark(root).exists():
@@ -113,7 +113,7 @@ def remove_all(root: Path, sandbox: ImageSandbox) -> None:
     remove_tree(root)
 
 
-def mark_set_up(root: Path, digest: str) -> None:
+def mark_finished_setup(root: Path, digest: str) -> None:
     """Mark a workspace as whole, and note the digest of its image, in one step."""
     root.mkdir(mode=0o700, exist_ok=True)
     incomplete_mark(root).write_text(digest)

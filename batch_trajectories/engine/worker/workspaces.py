@@ -27,10 +27,10 @@ from batch_trajectories.engine.worker.workspace_setup import (
     incomplete_mark,
     keep_or_remove,
     make_ready,
-    mark_set_up,
+    mark_finished_setup,
+    mark_unfinished_setup,
     remove_all,
     set_up_workspace,
-    setting_up,
 )
 from batch_trajectories.records.files import storage_error
 from batch_trajectories.records.names import RETAINED_WORKSPACES, WORKSPACES
@@ -136,7 +136,7 @@ class Workspaces:
             await asyncio.to_thread(remove_tree, root)
         kept = root.exists()
         if row.setup is not None and not kept:
-            async with setting_up(root):
+            async with mark_unfinished_setup(root):
                 await set_up_workspace(context, row.setup)
         return PreparedWorkspace(context, kept)
 
@@ -149,12 +149,12 @@ class Workspaces:
         spec, limits = self._image_spec(row), self._limits(row)
         root = context.workspace.root
 
-        def begun() -> tuple[ImageSandbox, bool, bool]:
+        def begin() -> tuple[ImageSandbox, bool, bool]:
             sandbox = images.sandbox_in_thread(root, limits, spec)
             return sandbox, *keep_or_remove(root, sandbox)
 
         await images.bring(limits, spec)
-        sandbox, kept, is_other = await asyncio.to_thread(begun)
+        sandbox, kept, is_other = await asyncio.to_thread(begin)
         context = self._inside(context, sandbox, root)
         try:
             await make_ready(sandbox)
@@ -167,7 +167,7 @@ class Workspaces:
                     context,
                     is_needed=row.is_judged_afresh,
                     known=self._diffs.known,
-                    then=partial(mark_set_up, root, sandbox.image_digest),
+                    then=partial(mark_finished_setup, root, sandbox.image_digest),
                 )
         except BaseException:
             await context.close(remove=False)
@@ -394,7 +394,7 @@ class Workspaces:
         begins = (self._setup.start, sandbox.image_digest, spec, replace(setup, check=None))
         name = hashlib.sha256(repr(begins).encode()).hexdigest()
         async with self._waiting[name]:
-            while not await asyncio.to_thread(sandbox.begin_above, name):
+            while not await asyncio.to_thread(sandbox.begin_from_base, name):
                 making = context.workspace.root.with_name(f"{TEMPORARY}{name}.{os.getpid()}")
                 await asyncio.to_thread(remove_tree, making)
                 maker = await self._sandbox_in_image(making, row, spec)

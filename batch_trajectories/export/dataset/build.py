@@ -233,7 +233,7 @@ class _DatasetWriter:
                 self._leave_out(identity, rejection)
             if not group.candidates:
                 continue
-            not_used = self._not_used(group.candidates)
+            not_used = self._reject_unused(group.candidates)
             if self._selection is None:
                 self._write(group.candidates, not_used)
             else:
@@ -387,7 +387,7 @@ class _DatasetWriter:
             number, hash(content), lambda earlier: content_key(self._read(earlier)) == content
         )
 
-    def _not_used(self, candidates: list[Candidate]) -> dict[str, Rejection]:
+    def _reject_unused(self, candidates: list[Candidate]) -> dict[str, Rejection]:
         """The candidates of one prompt that have no row of their own, by id."""
         left_out: dict[str, Rejection] = {}
         if not self._has_groups:

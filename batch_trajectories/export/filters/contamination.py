@@ -73,7 +73,7 @@ class Benchmark:
         if source is None:
             with self.path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
-                    yield number, {"text": self._decoded(line, number)}
+                    yield number, {"text": self._decode(line, number)}
             return
         if source.tasks:
             # Tasks that could not run here are read, too.
@@ -81,21 +81,21 @@ class Benchmark:
                 instruction = task.path / "instruction.md"
                 text = ""
                 if instruction.is_file():
-                    text = self._decoded(instruction.read_bytes(), number)
+                    text = self._decode(instruction.read_bytes(), number)
                 yield number, {"id": task.id, "instruction": text}
             return
         for number, row in enumerate(rows_of_source(source, set(), self.revision), start=1):
             if isinstance(row, bytes):
-                row = self._parsed(row, number)
+                row = self._parse(row, number)
             yield number, row if isinstance(row, dict) else {"text": row}
 
-    def _decoded(self, text: bytes, number: int) -> str:
+    def _decode(self, text: bytes, number: int) -> str:
         try:
             return text.decode()
         except UnicodeDecodeError as error:
             raise self._unusable_line("UTF-8", number) from error
 
-    def _parsed(self, line: bytes, number: int) -> Any:
+    def _parse(self, line: bytes, number: int) -> Any:
         if line == TOO_LONG:
             raise self._unusable_line("short enough", number)
         try:

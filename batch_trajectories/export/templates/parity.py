@@ -236,7 +236,7 @@ def _empty_think(row: TrainerRow) -> Iterator[TrainerRow]:
     return _change_messages(row, change)
 
 
-def _since_user(row: TrainerRow) -> Iterator[TrainerRow]:
+def _split_at_users(row: TrainerRow) -> Iterator[TrainerRow]:
     """Make a row for each user message, as `--segments --reasoning since_user` does."""
     asked = [n for n, message in enumerate(row.messages) if message["role"] == "user"]
     for begin, end in zip(asked, [*asked[1:], len(row.messages)], strict=True):
@@ -251,11 +251,11 @@ def _remove_reasoning(message: Message) -> Message:
     return {name: value for name, value in message.items() if name not in _REASONING}
 
 
-def _per_turn_since_user(row: TrainerRow) -> Iterator[TrainerRow]:
-    return (one for part in _since_user(row) for one in _per_turn(part))
+def _split_at_users_and_turns(row: TrainerRow) -> Iterator[TrainerRow]:
+    return (one for part in _split_at_users(row) for one in _split_turns(part))
 
 
-def _per_turn(row: TrainerRow) -> Iterator[TrainerRow]:
+def _split_turns(row: TrainerRow) -> Iterator[TrainerRow]:
     for turn in row.turns:
         yield row._replace(messages=row.messages[: turn.at + 1], turns=[turn])
 
@@ -272,10 +272,10 @@ _KEYS: Mapping[str, Change] = {
     _INLINE: _inline,
 }
 _CUTS: Mapping[str, Change] = {
-    "--segments --reasoning since_user": _since_user,
-    "--per_turn --reasoning field": _per_turn,
+    "--segments --reasoning since_user": _split_at_users,
+    "--per_turn --reasoning field": _split_turns,
 }
-_INLINE_CUTS: Mapping[str, Change] = {"--per_turn": _per_turn_since_user}
+_INLINE_CUTS: Mapping[str, Change] = {"--per_turn": _split_at_users_and_turns}
 _EMPTY: Mapping[str, Change] = {"--empty_think text": _empty_think}
 
 

@@ -255,7 +255,7 @@ class Puller:
                 await asyncio.to_thread(partial.append, piece)
 
 
-def layout_of(directory: Path, reference: str) -> Path | None:
+def find_layout(directory: Path, reference: str) -> Path | None:
     """Return the layout of an image that was fetched into a directory of images, if it was."""
     with suppress(ImageError):
         layout = directory / DIRECTORY / _path(parse_name(reference))

@@ -119,7 +119,7 @@ class RegistryTransport:
     def _check(self, url: URL, response: aiohttp.ClientResponse) -> None:
         status = response.status
         if status in _BUSY:
-            wait_s = _retry_after(response.headers.get("Retry-After"))
+            wait_s = _parse_retry_after(response.headers.get("Retry-After"))
             if wait_s is not None and status == 429:
                 until = time.monotonic() + min(wait_s, MAX_WAIT_S)
                 self._quiet_until[url.origin()] = max(self._quiet_until[url.origin()], until)
@@ -182,7 +182,7 @@ def _next_url(url: URL, response: aiohttp.ClientResponse) -> URL:
     return there
 
 
-def _retry_after(value: str | None) -> float | None:
+def _parse_retry_after(value: str | None) -> float | None:
     """Return the seconds of a `Retry-After`: a number, or a date."""
     if value is None:
         return None

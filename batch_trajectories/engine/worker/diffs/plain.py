@@ -34,8 +34,8 @@ from batch_trajectories.engine.worker.diffs.git import (
     AT_TOP,
     SHOWN_AS,
     DiffError,
+    encode_paths,
     image_sandbox,
-    listed,
     run,
 )
 from toolsets.context import ToolContext
@@ -69,7 +69,7 @@ class Objects:
         """Add a tree with files by their paths; return its name."""
         return self._tree(blobs).hex()
 
-    def requested(self) -> Iterator[list[dict[str, Any]]]:
+    def write_requests(self) -> Iterator[list[dict[str, Any]]]:
         """The entries of requests that write them; see `inside.file_requests`."""
         entries: list[dict[str, Any]] = []
         size = 0
@@ -170,7 +170,7 @@ class Differ:
         self.is_used_up = False
         """Another should take its place."""
 
-    async def ignored(self, paths: set[str]) -> set[str] | None:
+    async def find_ignored(self, paths: set[str]) -> set[str] | None:
         """The paths that git ignores; None if git changes the contents of any other path.
 
         Raises `DiffError` and `ToolError`.
@@ -184,7 +184,12 @@ class Differ:
         if new := paths - self._looked_at:
             store = f"{sandbox.memory_dir}/paths"
             await run(
-                sandbox, _LOOK_AT_PATHS, self.top, store, stdin=listed(new), timeout_s=_TIMEOUT_S
+                sandbox,
+                _LOOK_AT_PATHS,
+                self.top,
+                store,
+                stdin=encode_paths(new),
+                timeout_s=_TIMEOUT_S,
             )
             ignored, attributes = await asyncio.to_thread(self._read_paths, store, new)
             self._ignored |= ignored
@@ -196,7 +201,7 @@ class Differ:
 
     def _read_paths(self, store: str, paths: set[str]) -> tuple[set[str], set[str]]:
         """The ignored paths, and the paths whose contents git changes."""
-        size = len(listed(paths))
+        size = len(encode_paths(paths))
         ignored = self._files.read_bytes(f"{store}/ignored", size).decode().split("\0")
         content = self._files.read_bytes(f"{store}/attributes", 4 * size + 600 * len(paths))
         fields = content.decode("utf-8", "replace").split("\0")
@@ -220,7 +225,7 @@ class Differ:
         self._stored_bytes += sum(map(len, objects.files.values()))
         self.is_used_up |= self._diffs >= _MAX_DIFFS or self._stored_bytes >= _MAX_STORED_BYTES
         store = f"{image_sandbox(self.fresh).memory_dir}/{self._diffs}"
-        for entries in objects.requested():
+        for entries in objects.write_requests():
             await self._files.ask(f"{store}/objects", op="put", entries=entries)
         await run(image_sandbox(self.fresh), _DIFF, self.top, store, *trees, timeout_s=_TIMEOUT_S)
         return await self._files.read(f"{store}/patch", 4 * _MAX_BYTES)
@@ -259,7 +264,7 @@ async def _make_plain(changes: Changes, differ: Differ) -> Plain | None:
         or any(state.has_odd_target for state in states)
     ):
         return None
-    ignored = await differ.ignored({*begun, *changes.changed})
+    ignored = await differ.find_ignored({*begun, *changes.changed})
     if ignored is None:
         return None
     patch = await differ.patch(partial(_read, changes, begun, ignored))
