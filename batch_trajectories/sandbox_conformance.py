@@ -194,7 +194,7 @@ class TestCommands:
                 box.run(*argv)
 
     def test_files_go_in_and_out(self, box: Box) -> None:
-        """As bytes, with their modes, and as files that this user can remove."""
+        """Files keep their bytes and modes, and this user can remove them."""
         box.workspace.make()
         (box.root / "in").write_bytes(bytes(range(256)))
         result = box.sh("mkdir -p d && cp in d/out && chmod 755 d/out && rm in")
@@ -268,7 +268,7 @@ class TestLimits:
         assert box.use(act, Limits(timeout_s=60, processes=99)) == 0
 
     def test_all_of_a_command_dies_at_its_deadline(self, box: Box) -> None:
-        """It ignores signals, and has children in sessions of their own."""
+        """The command ignores signals, and has children in sessions of their own."""
         children = (
             f"(setsid sh -c '{WRITE_BEATS}' &) ; (nohup sh -c '{WRITE_BEATS}' >/dev/null 2>&1 &)"
         )

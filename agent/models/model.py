@@ -292,7 +292,7 @@ class ModelSettings:
     call_timeout_s: float = 3600.0
     """Seconds after its beginning in which a call is retried; waits for a turn do not count."""
     needs_bound: bool = False
-    """Every request must limit the reply's tokens, because a budget depends on the limit."""
+    """Whether each request must limit the reply's tokens, because a budget depends on the limit."""
     stream_replies: bool = False
     """Stream replies even if nothing shows them: some proxies cut silent connections."""
 

@@ -212,7 +212,7 @@ class _Candidate:
 
     conversation: AgentConversation
     similarity: int
-    """How clearly it begins with the task, 0 to 3; see `_similarity`."""
+    """The similarity of its beginning to the task, from 0 to 3; see `_similarity`."""
 
     @property
     def begins_with_task_and_tools(self) -> bool:

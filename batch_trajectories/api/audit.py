@@ -32,7 +32,7 @@ class AuditEnd:
     exit_code: int
     """0: all tasks are sound; 1: some are not; else the exit code of a run."""
     reason: str | None
-    """Why `exit_code` is neither 0 nor 1, and what to do next."""
+    """The reason why `exit_code` is neither 0 nor 1, and what to do next."""
 
     def as_table(self) -> str:
         """The verdicts with the number of rows and advice, as lines."""

@@ -50,9 +50,9 @@ class RunEnd:
     """The exit code of the command: 0 complete, 1 some tasks failed, 3 out of budget, 4 stopped by
     the environment, 7 stopped by `stop_if`, 128 plus the signal's number if a signal stopped it."""
     reason: str | None
-    """Why `exit_code` is neither 0 nor 1, and what to do next."""
+    """The reason why `exit_code` is neither 0 nor 1, and what to do next."""
     stopped_by: str | None
-    """Why the environment or the budget stopped the run; None if neither did."""
+    """The reason why the environment or the budget stopped the run; None if neither did."""
     signal: int | None
     """The number of the signal that stopped the run; None without one."""
     is_out_of_budget: bool

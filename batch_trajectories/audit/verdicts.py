@@ -57,7 +57,7 @@ _JEST = re.compile(r"^Tests: +([^\n]*\btotal)", re.MULTILINE)
 
 
 def explain_hollow_pass(check: dict[str, Any], command: str = "") -> str | None:
-    """Why a check that passed has tested nothing; None if it has, or if this is unknown.
+    """The reason why a check that passed has tested nothing; None if it has, or if this is unknown.
 
     `check` is the result of `run_check`, `command` is the command of the check.
     """

@@ -240,7 +240,7 @@ _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.S
 
 
 def fork_if_init() -> None:
-    """If this is process 1, continue in a child, while process 1 waits for all children.
+    """Continue in a child if this is process 1, which then waits for all children.
 
     Call it before anything is open or running. Waiting for any child would take away exit statuses
     from code that has started children itself, so this needs a process of its own.

@@ -190,7 +190,7 @@ class RunCommand(click.Command):
     """
 
     def __init__(self, *args: Any, only: Collection[str] = (), **attributes: Any) -> None:
-        """Without all other options, if `only` names some."""
+        """Leave out all other options if `only` names some."""
         super().__init__(*args, **attributes)
         self._only = only
         if not only:

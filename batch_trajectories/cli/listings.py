@@ -159,7 +159,7 @@ _NEVER = "; if the endpoint has never answered, the run stops (exit 4)"
 
 
 def errors_as_text() -> str:
-    """Each kind of error: meaning, what follows, what to do, and the words by which it is known."""
+    """Describe each kind of error: its meaning, its effect, what to do, and its known words."""
     from agent.models.endpoint_words import load_tables
     from agent.models.errors import ENDPOINT_FAILURES, RULES
 
@@ -175,7 +175,7 @@ def errors_as_text() -> str:
 
 
 def endings_as_text() -> str:
-    """Each way in which a reply can end, and the words by which servers say so."""
+    """Describe each way in which a reply can end, with the words by which servers say so."""
     from agent.models.endpoint_words import load_tables
 
     lines = ["Why a reply ended (another word counts as a usual end, and the record has it):"]

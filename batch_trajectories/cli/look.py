@@ -249,7 +249,7 @@ def _describe_rows(
 
 
 def _split_place(reason: str) -> tuple[str, str]:
-    """Where in a task directory a row cannot be used, "" if it is not from one; and why."""
+    """Split a reason into the place in a task directory, "" without one, and the reason itself."""
     match = re.match(r"(\S+/task\.toml(?::\d+)?): (.*)", reason, re.DOTALL)
     return (match[1], match[2]) if match else ("", reason)
 

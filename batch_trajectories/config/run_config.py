@@ -569,7 +569,7 @@ class RunConfig(AgentOptions):
 
     @property
     def agent_options(self) -> AgentOptions:
-        """Only the options of conversations."""
+        """The options of conversations alone."""
         return AgentOptions.model_construct(
             **{name: getattr(self, name) for name in AgentOptions.model_fields}
         )

@@ -11,7 +11,7 @@ Sign = Literal["no_pass", "no_call", "failed", "rejected", "same_ending"]
 """The names of the signs that a run gives nothing to train on."""
 
 MIN_TASKS = 30
-"""With fewer conversations than this, a share says nothing."""
+"""Minimum number of conversations for a share; with fewer, a share says nothing."""
 
 NEVER = "none"
 """The value that turns off both stopping and warnings."""

@@ -20,7 +20,7 @@ NO_REASON = ("completed", "wrong_answer")
 """Endings that are no sign if many share them; `no_pass` tells of wrong answers."""
 
 _SAME_REASON_SHARE = 0.9
-"""From this share on, endings for one same reason are a sign."""
+"""Minimum share of endings for one same reason that is a sign."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,7 +122,7 @@ def _is_grave(seen: SignSeen) -> bool:
 
 
 def _measure(counts: EndingCounts) -> Iterator[SignSeen]:
-    """Every sign with its numbers, whether it holds or not, the gravest first."""
+    """Measure every sign, also those that do not hold; the gravest comes first."""
     yield SignSeen("failed", counts.failed, counts.ended, _most_frequent(counts.reasons))
     for reason, count in counts.reasons.most_common(1):
         yield SignSeen("same_ending", count, counts.ended, reason)

@@ -136,7 +136,7 @@ class SetKey(PipeMessage):
     """Counts the keys of the command, from 1."""
     key: str
     problem: str
-    """Why the command gave no new key; "" if it did."""
+    """The reason why the command gave no new key; "" if it did."""
 
 
 class CancelTask(PipeMessage):
@@ -276,7 +276,7 @@ class CallRefused(PipeMessage):
     retry_after_s: float | None
     """The delay that the endpoint asks for; None if it names none."""
     sent_at: float
-    """When the call was sent, on the monotonic clock of the parent's machine."""
+    """The time when the call was sent, on the monotonic clock of the parent's machine."""
 
 
 class AskIfAnswered(PipeMessage):

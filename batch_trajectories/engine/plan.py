@@ -64,7 +64,7 @@ class Plan:
     config: RunConfig
     setups: Setups
     sandbox: str | None
-    """None if no tool runs commands."""
+    """The name of the sandbox; None if no tool runs commands."""
     script: list[ScriptedTurn] | None
     dataset: DatasetSnapshot
     scan: Scan
@@ -246,7 +246,7 @@ def _sound_rows(config: RunConfig) -> RowFilter | None:
 
 
 def _sandbox_problem(config: RunConfig) -> str | None:
-    """Why the sandbox of a run does not work here."""
+    """The reason why the sandbox of a run does not work here."""
     for name, server in (config.mcp or {}).items() if config.is_inside else ():
         if server.mentions_workspace():
             from toolsets.mcp.mcp_settings import WORKSPACE

@@ -221,5 +221,5 @@ def _first_tasks(plan: Plan) -> Iterator[Task]:
 
 
 def _plain(text: str) -> str:
-    """Without control characters."""
+    """Remove control characters."""
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text)

@@ -246,7 +246,7 @@ class SharedLimits:
         self.left = Cost()
         """The budget that no run had at the last look at the ledger."""
         self.problem: EnvironmentStop | RunLocked | None = None
-        """Why the run must stop."""
+        """The reason why the run must stop."""
 
     def join(self, spent: Cost) -> Cost:
         """Open this run's account; return the amount that counts as spent by it, at least `spent`.
@@ -428,7 +428,7 @@ class SharedLimits:
         return others
 
     def _fair_share(self, others: dict[str, Member], n: int) -> float:
-        """This run's part of the rates; a smaller one than before is in use when it returns."""
+        """Compute this run's part of the rates; wait until a smaller part than before is in use."""
         free = 1.0 - sum(other.share for other in others.values())
         share = max(0.0, min(1 / max(n, self._parts), free))
         with self._news:

@@ -242,7 +242,7 @@ class Opening:
         return opened
 
     def problem(self) -> str | None:
-        """Why samples that are needed do not begin in this start; None if all do."""
+        """The reason why samples that are needed do not begin in this start; None if all do."""
         return None if self._budgets is None else self._budgets.problem()
 
     def _may_begin(self, number: int, task: Task) -> bool:

@@ -323,8 +323,8 @@ class Segment:
     segment."""
     tools: Tools
     why: str
-    """Why the segment begins: `start`, or the part of the request that changed other than by
-    messages at its end (`tools`, `system`, `reasoning`, `messages`)."""
+    """The reason why the segment begins: `start`, or the part of the request that changed otherwise
+    than by messages at its end (`tools`, `system`, `reasoning`, `messages`)."""
 
 
 def split_segments(part: ConversationViews) -> list[Segment]:

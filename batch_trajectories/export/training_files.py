@@ -88,7 +88,7 @@ class Routed(NamedTuple):
 
 
 class _Part:
-    """Some of the records of a run: their rows in files of their own, and their counts."""
+    """The rows and counts of some of the records of a run, in files of their own."""
 
     def __init__(self, files: Mapping[FileName, Path]) -> None:
         self.files = files

@@ -39,7 +39,7 @@ class PullTotals:
     unbuilt: int = 0
     """Number of images whose build failed."""
     errors: list[str] = field(default_factory=list)
-    """Why images could not be fetched; each names its image."""
+    """The reason why images could not be fetched; each names its image."""
     blobs: set[BlobEntry] = field(default_factory=set)
     """The different layers and configurations of the images that were fetched."""
     received_bytes: int = 0

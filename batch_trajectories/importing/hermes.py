@@ -84,7 +84,7 @@ class _Row:
     fields: dict[str, Any]
     conversation: SourceConversation
     at: float
-    """When the row was saved, epoch seconds."""
+    """The time when the row was saved, epoch seconds."""
 
     @property
     def place(self) -> str:

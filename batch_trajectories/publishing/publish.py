@@ -295,7 +295,7 @@ def _facts(
 
 
 def _describe_source(dataset: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the prompts come from: a dataset of the hub, or the names of files."""
+    """Describe the source of the prompts: a dataset of the hub, or the names of files."""
     source = dataset.get("source") or {}
     name = str(source.get("source") or dataset["path"])
     is_hub = name.startswith(HUB_PREFIX)

@@ -236,7 +236,7 @@ def count_lines(path: Path) -> int:
 
 
 def _problem_of_name(name: str) -> str | None:
-    """Why no file of a publication may have this name; None if one may."""
+    """The reason why no file of a publication may have this name; None if one may."""
     parts = name.split("/")
     if name.startswith("/") or ".." in parts:
         return "which leads out of the directory"

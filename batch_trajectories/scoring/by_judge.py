@@ -171,7 +171,7 @@ class _Answer(NamedTuple):
 
     score: NewScore
     failure: ModelError | None
-    """Why the call failed; None if the judge replied."""
+    """The reason why the call failed; None if the judge replied."""
 
 
 def score_by_judge(

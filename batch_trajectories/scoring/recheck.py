@@ -78,14 +78,14 @@ class RecheckResult:
     details: dict[str, str] = field(default_factory=dict)
     """Details of the most recent conversation that was left out, by reason."""
     failed: Sequence[Mapping[str, Any]] = ()
-    """Why workspaces could not be rebuilt: `class`, `message`, `count`."""
+    """The reason why workspaces could not be rebuilt: `class`, `message`, `count`."""
     exit_code: int = 0
     """0: all conversations with something to judge were judged; 1: some were not; else the exit
     code of a run."""
     reason: str | None = None
-    """Why `exit_code` is neither 0 nor 1, and what to do next."""
+    """The reason why `exit_code` is neither 0 nor 1, and what to do next."""
     unwritten: str | None = None
-    """Why training file and summary were not written again; None if they were."""
+    """The reason why training file and summary were not written again; None if they were."""
 
     def to_json(self) -> dict[str, Any]:
         """The result for `--json`, with all ids of `refused`."""

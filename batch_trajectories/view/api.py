@@ -157,7 +157,7 @@ def rows(state: State, query: Query, body: Any) -> dict[str, Any]:
 
 
 def _find_place(table: Table, ordered: Any, id: str | None) -> int | None:
-    """Where the row with an id is in an order; None without it, or if the filters leave it out."""
+    """The index of a row in an order; None if there is no such row or the filters leave it out."""
     if id is None:
         return None
     places = [ordered.index(table.number(found)).as_py() for found in table.find("id", id)]

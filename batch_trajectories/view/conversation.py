@@ -41,7 +41,7 @@ class NoSuchRecord(LookupError):
 
 
 def find_record(table: Table, id: str) -> RowPlace:
-    """Where the record with an id is; of several, the last. Raises `NoSuchRecord`."""
+    """Find the place of the record with an id; of several, the last. Raises `NoSuchRecord`."""
     found = table.find("id", id)
     if not found:
         raise NoSuchRecord(f"no conversation that has ended has the id {id!r}")

@@ -52,7 +52,7 @@ class NoSuchRun(LookupError):
 
 
 class RunPlace(NamedTuple):
-    """Where a run is."""
+    """The place of a run: a directory of this machine, or a copy of a URL."""
 
     key: str
     """The run's name in addresses of the API."""
@@ -63,7 +63,7 @@ class RunPlace(NamedTuple):
     url: str | None = None
     """The mirror that it is a copy of."""
     problem: str | None = None
-    """Why the copy could not be brought up to date."""
+    """The reason why the copy could not be brought up to date."""
 
     def stored(self) -> StoredRun:
         """The run. Raises `RunDirError`."""

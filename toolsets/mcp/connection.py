@@ -179,7 +179,7 @@ class _Connection:
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.is_broken = False
-        """It must not be used again."""
+        """Whether the connection must not be used again."""
         self.is_dead = False
         """The server has closed the connection."""
         self.is_too_deep = False

@@ -97,7 +97,7 @@ class ExecResult:
     lost: str | None = None
     """The reason for which the session had lost its state before this call; None if it had not."""
     is_first: bool = False
-    """This is the first call to this session."""
+    """Whether this is the first call to this session."""
     running: int | None = None
     """Number of processes, and threads of the interpreter, that run on after the call besides the
     sessions; None if unknown."""
@@ -116,7 +116,7 @@ class SandboxSettings:
     """The directory of images."""
     pull: Pull = "never"
     registry: RegistrySettings | None = None
-    """How images are fetched from registries; None: without mirrors, with the usual limits."""
+    """The settings for fetching images; None: without mirrors, with the usual limits."""
 
 
 @dataclass(frozen=True, slots=True)

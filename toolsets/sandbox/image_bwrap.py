@@ -61,7 +61,7 @@ class BwrapImages(ImageSandboxes):
     """Sandboxes in the images of a directory; see `ImageSandboxes`."""
 
     def __init__(self, settings: SandboxSettings, run_dir: Path) -> None:
-        """Without `settings.images` only `problem` may be called."""
+        """Keep the settings. Without `settings.images` only `problem` may be called."""
         self._pulls = settings.pull == "missing"
         self._image_store = (
             None if settings.images is None else ImageStore(settings.images, is_filled=self._pulls)

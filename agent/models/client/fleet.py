@@ -128,7 +128,7 @@ class Fleet:
             scopes.discard(scope)
 
     async def _wait_for_first_checks(self) -> None:
-        """Before the first call: wait until it is known which replicas are up."""
+        """Wait, before the first call, until it is known which replicas are up."""
         if self._is_known.is_set():
             return
         if self._watcher is None:

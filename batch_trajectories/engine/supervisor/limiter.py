@@ -28,7 +28,7 @@ that refuses fewer than `_MAX_CHANCE_SHARE` never leaves so much."""
 _MAX_CHANCE_SHARE = 0.25
 
 _SOON_ROUNDS = 3
-"""Only the first calls after a cut show its effect: later the limit has grown again."""
+"""Rounds of calls after a cut that show its effect; later the limit has grown again."""
 
 _FLOOR = 4
 _SURE_REFUSALS = 8

@@ -21,7 +21,7 @@ from batch_trajectories.engine.messages import FromWorker, TaskFailed, TaskFinis
 from batch_trajectories.records.failures import Failure
 
 _MIN_REFUSALS = 10
-"""After so many refusals no task is begun until all calls in flight have ended."""
+"""Number of refusals after which no task begins until all calls in flight have ended."""
 
 _REFUSALS = frozenset({"bad_request", "forbidden", "not_found", "overloaded"})
 """Failures by which an endpoint that answered before may refuse all further requests. Some say with

@@ -19,7 +19,7 @@ from batch_trajectories.records.index import IndexFields
 log = logging.getLogger(__name__)
 
 WhyRejected = Callable[[bytes], str | None]
-"""From a stored record to the reason why it gives no training row; None if it gives one."""
+"""Returns the reason why a stored record gives no training row; None if it gives one."""
 
 _LOOK_AT_ALL = 2 * MIN_TASKS
 _LOOK_AT_ONE_IN = 10

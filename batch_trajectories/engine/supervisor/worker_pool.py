@@ -209,7 +209,7 @@ class WorkerPool:
         self._numbers = itertools.count(first_number)
         self._checked_at = time.monotonic()
         self.conversations_per_worker = config.agents_per_worker
-        """How many conversations a worker may hold; people may change it while the run works."""
+        """Maximum conversations of a worker; people may change it while the run works."""
         self.inbox: Inbox = queue.SimpleQueue()
         self.workers: list[WorkerHandle] = []
 

@@ -137,7 +137,7 @@ SOCKET_DIR = "/run/gateway"
 _SHARE = 0.8
 """Share of the free memory that agents may use."""
 VERSION_TIMEOUT_S = 180.0
-"""Some agents load for a minute where all cores are busy."""
+"""Seconds for the version command; some agents load for a minute while all cores are busy."""
 _MAX_OUTPUT_CHARS = 300
 
 

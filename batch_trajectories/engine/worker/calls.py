@@ -156,7 +156,7 @@ class Calls:
 
     @staticmethod
     def describe(error: ModelError) -> str:
-        """Why an endpoint stops the run, and what to check."""
+        """The reason why an endpoint stops the run, and what to check."""
         rule = RULES[error.kind]
         message = f"{error.endpoint}: {rule.meaning}: {str(error).rstrip('.')}."
         if error.kind in ("auth", "forbidden", "no_credit", "blocked"):

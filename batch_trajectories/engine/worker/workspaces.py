@@ -59,9 +59,9 @@ class PreparedWorkspace(NamedTuple):
 
     context: ToolContext
     kept: bool
-    """The workspace is from an earlier assignment."""
+    """Whether the workspace is from an earlier assignment."""
     why_new: str = LOST
-    """Why not, if there was an earlier one."""
+    """The reason why an earlier workspace is not used, if there was one."""
 
 
 log = logging.getLogger(__name__)
@@ -431,7 +431,7 @@ class Workspaces:
         return replace(spec, network=check.network or spec.network)
 
     async def _image_problem(self, image: str) -> str | None:
-        """Why an image cannot be around workspaces, found out once per image."""
+        """The reason why an image cannot be used for workspaces; tried once per image."""
         if image not in self._problems:
             async with self._waiting[image]:
                 if image not in self._problems:
@@ -536,7 +536,7 @@ class RunImages:
         self._brought: set[str] = set()
         """References of images that were here when a conversation began."""
         self._failed: dict[str, tuple[float, str]] = {}
-        """Why an image could not be fetched, and until when that holds, by reference."""
+        """The failure of each image that could not be fetched, and the time of the next attempt."""
         self._waiting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def sandbox(

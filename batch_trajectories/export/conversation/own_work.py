@@ -44,9 +44,9 @@ class WorkCounts(msgspec.Struct, frozen=True, gc=False):
     with_token_ids: int
     """Number of turns with token ids."""
     started_at: float | None
-    """When the first turn began, epoch seconds; None without turns."""
+    """The time when the first turn began, epoch seconds; None without turns."""
     ended_at: float | None
-    """When the last turn ended, epoch seconds; None without turns."""
+    """The time when the last turn ended, epoch seconds; None without turns."""
 
 
 class AuthoredWork:

@@ -48,7 +48,7 @@ _MARKER_IN_BRACKETS = re.compile(r"\[(?=/?INST\])")
 """The start of a tag of the format or of a control token; in JSON it is inside a string."""
 
 _MAX_PLACES = 16
-"""If there are more places than this, one search by pattern is faster than checking each."""
+"""Maximum places that are checked one by one; beyond it one search by pattern is faster."""
 
 _MAX_DEPTH = 100
 """Maximum depth of JSON: widely used readers refuse more than 128 levels."""

@@ -370,7 +370,7 @@ class _DatasetWriter:
         return None
 
     def _find_duplicate(self, candidate: Candidate) -> Rejection | None:
-        """Why a candidate is left out as a copy of an earlier one; None if it is new."""
+        """The reason why a candidate is left out as a copy of an earlier one; None if it is new."""
         record = candidate.record
         if self._without_equal and not self._is_new(candidate.number, record):
             return Rejection("exact_duplicates", "says the same as an earlier conversation")

@@ -187,7 +187,7 @@ class Contamination:
             )
 
     def overlap(self, record: Record) -> Rejection | None:
-        """Why a benchmark leaves a record out; None if the record overlaps with no question.
+        """The reason why a benchmark leaves a record out; None if it overlaps with no question.
 
         The reason is the name of the filter, the detail says where the overlap is.
         """

@@ -265,7 +265,7 @@ def discarded_replies(thread: StoredConversation) -> list[DiscardedReply]:
 def _discarded_turns(
     thread: StoredConversation,
 ) -> Iterator[tuple[DiscardedReply, list[StoredTurn]]]:
-    """Each discarded reply as the only own turn after those before it."""
+    """Yield each discarded reply as the only own turn after the turns before it."""
     for reply in discarded_replies(thread):
         before = [replace(turn, inherited=True) for turn in thread.turns[: reply.turn - 1]]
         yield reply, [*before, reply]

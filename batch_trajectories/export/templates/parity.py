@@ -284,7 +284,7 @@ _RENDER_S = 10.0
 _STUCK_S = 60
 """CPU time after which the process is killed, if no signal handler could end a rendering."""
 _SILENCE_S = 600.0
-"""After this time without a message the process counts as stuck."""
+"""Seconds without a message after which the process counts as stuck."""
 _ALIVE_EVERY_S = 1.0
 """The process sends a message at least this often while it renders."""
 _MEMORY_BYTES = 2 << 30

@@ -70,7 +70,7 @@ class ChatTemplate(NamedTuple):
     tokenizer: Path | None = None
     """The tokenizer.json of the model; None if unknown."""
     source: str = ""
-    """Where a template comes from that was given by name; "" for a path."""
+    """The origin of a template that was given by name; "" for a path."""
 
 
 def find_templates(given: str) -> list[ChatTemplate]:

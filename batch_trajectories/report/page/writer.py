@@ -99,7 +99,7 @@ class Collected(NamedTuple):
 
     rows: bytes
     records: bytes
-    """Both as JSON lists for the page; empty lists if they are in files."""
+    """The records and rows as JSON lists for the page; empty lists if they are in files."""
     row_pieces: int
     """0 if they are in the page."""
     rows_file: Path
@@ -177,7 +177,7 @@ class Pieces:
 
 
 def temporary_directory(directory: Path) -> Path:
-    """Where files are until they are put into `directory`."""
+    """The directory of the files until they are moved into `directory`."""
     return directory.with_name(f"{directory.name}.part")
 
 

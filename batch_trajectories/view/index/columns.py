@@ -81,7 +81,7 @@ _ROW_COLUMNS = [name for name in SCHEMA.names if name not in ("key", "search", "
 
 
 class LinePlace(NamedTuple):
-    """Where a record is, and its scores in scores.jsonl."""
+    """The place of a record, and of its scores in scores.jsonl."""
 
     offset: int
     length: int

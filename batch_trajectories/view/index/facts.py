@@ -82,7 +82,7 @@ def make_facts(run_dir: Path, cache: Path) -> None:
 
 
 def _count_verdicts(run_dir: Path) -> dict[str, int] | None:
-    """How many tasks of an audit have each verdict; None before its end."""
+    """Count the tasks of an audit by verdict; None before its end."""
     try:
         with (run_dir / TASKS_FILE).open("rb") as file:
             return dict(Counter(orjson.loads(line)["verdict"] for line in file))

@@ -57,7 +57,7 @@ class Maker:
         return self._process.poll() is not None
 
     def problem(self) -> str | None:
-        """Why it failed; None if it did not."""
+        """The reason why the process failed; None if it did not."""
         if self._process.returncode in (0, None):
             return None
         size = self._said.seek(0, 2)

@@ -67,7 +67,7 @@ _VARIANTS = {"arm64": ("v8", None), "amd64": (None, "v1")}
 
 
 class BlobEntry(NamedTuple):
-    """What a manifest says about a blob."""
+    """A blob in a manifest."""
 
     digest: str
     size: int

@@ -112,7 +112,7 @@ _MAX_BYTES = 1 << 20
 """Most bytes of all files, before and after."""
 _MAX_FILES = 2000
 _TIMEOUT_S = 60.0
-"""Others wait."""
+"""Seconds for one command of git, since the diffs of other conversations wait for it."""
 _MAX_STORED_BYTES = 16 << 20
 _MAX_DIFFS = 64
 _MAX_PATHS = 100_000
