@@ -46,7 +46,7 @@ class CallFormat(NamedTuple):
     source: str
     """The description of the format: a parser of vLLM or SGLang, or a chat template."""
     is_bare: bool = False
-    """The format has no mark of its own: it counts only with an offered tool, at the text's end."""
+    """Whether the format has no mark of its own; a call counts only at the end and with a known tool."""
 
 
 FORMATS = (

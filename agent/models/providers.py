@@ -52,7 +52,7 @@ class Provider(NamedTuple):
     session_headers: tuple[str, ...] = ()
     """The headers in which the provider reads the id of a conversation; see `SESSION_HEADERS`."""
     cache_key_apis: tuple[Api, ...] = ()
-    """The APIs in which it reads the id from `prompt_cache_key` in the body."""
+    """The APIs in which the provider reads the id from `prompt_cache_key` in the body."""
     session_source: str = ""
     """The provider's documentation of the id; "" if it reads none, and so gets none."""
 

@@ -37,13 +37,13 @@ class AgentConversation:
     replies: list[ReplyPlace]
     """The places of the recorded replies."""
     tools: list[dict[str, Any]]
-    """The schemas of all tools that its calls offered; the latest one of each name."""
+    """The schemas of all tools that calls of the conversation offered; the latest of each name."""
     has_tools: bool
-    """Whether its last call offered tools."""
+    """Whether the last call of the conversation offered tools."""
     name: str = ""
     """The kind of conversation; "" for the main one."""
     is_follow_up: bool = False
-    """Whether it ends with a call about another conversation that had already ended."""
+    """Whether the conversation ends with a call about another one that had already ended."""
     new_calls: set[int] = field(default_factory=set)
     """The numbers of the calls that are part of no conversation before this one."""
 
@@ -212,7 +212,7 @@ class _Candidate:
 
     conversation: AgentConversation
     similarity: int
-    """The similarity of its beginning to the task, from 0 to 3; see `_similarity`."""
+    """The similarity of a conversation's beginning to the task, 0 to 3; see `_similarity`."""
 
     @property
     def begins_with_task_and_tools(self) -> bool:

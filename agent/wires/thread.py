@@ -121,7 +121,7 @@ class ReplyPlace(NamedTuple):
     position: int
     """The index of the reply among the messages."""
     number: int
-    """The number of the call that it answers."""
+    """The number of the call that the reply answers."""
 
 
 class Thread:

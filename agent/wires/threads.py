@@ -56,9 +56,9 @@ class _Reply(NamedTuple):
     """A recorded reply, with its calls as the agent got them."""
 
     number: int
-    """The number of its call."""
+    """The number of the call that the reply answers."""
     at: int
-    """The position in its thread."""
+    """The position of the reply in its thread."""
     digests: list[bytes]
     """The digests of the messages of its thread."""
     text: str

@@ -59,7 +59,7 @@ class RowTask(NamedTuple):
     """The last one is the user's, unless a simulated user writes it."""
     spec: ConversationSpec
     image: ImageSpec | None
-    """The container image for its commands, if the run reads this column."""
+    """The container image for the commands of the row, if the run reads this column."""
     setup: RowSetup | None
     """The set-up of the workspace; None if the run does not let rows set it up."""
     fork: Fork | None = None

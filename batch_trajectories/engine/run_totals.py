@@ -158,7 +158,7 @@ class RunTotals:
     failures: Mapping[str, int] = field(default_factory=dict)
     """Failed tasks by class."""
     reasons: Sequence[Mapping[str, Any]] = ()
-    """The reason why they failed, the most frequent first: `class`, `message`, `count`."""
+    """The reasons why tasks failed, the most frequent first: `class`, `message`, `count`."""
     turns: int = 0
     tool_calls: int = 0
     input_tokens: int = 0

@@ -184,7 +184,7 @@ class SourceConversation:
 
     conversation: Dialogue
     api: str
-    """The dialect of its messages, or the format."""
+    """The dialect of the messages, or the format."""
     id: str | None = None
     """The id in the source; None without one."""
     tools: Sequence[Mapping[str, Any]] | None = None

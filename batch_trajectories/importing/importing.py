@@ -211,7 +211,7 @@ class _Known(NamedTuple):
     occurrence: int
     """The number of the row among those with its id, from 1."""
     place: str
-    """The place at which its conversation was first read."""
+    """The place at which the conversation was first read."""
     digest: str
 
 

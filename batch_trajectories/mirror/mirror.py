@@ -340,7 +340,7 @@ class _Pending(NamedTuple):
     content: bytes
     unsent: Unsent
     looked_at: float
-    """The monotonic time at which its changes were collected."""
+    """The monotonic time at which the changes were collected."""
     is_last: bool
 
 

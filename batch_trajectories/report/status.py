@@ -61,14 +61,14 @@ class Status(NamedTuple):
 
     run_dir: Path
     holder: dict[str, Any] | None
-    """The process that is working on it."""
+    """The process that is working on the run; None without one."""
     totals: RunTotals
     progress: dict[str, Any] | None
     """The last state of that process; see `engine/supervisor/progress.py`."""
     details: dict[str, Any]
     """See `run_status`."""
     batches: BatchTotals | None
-    """Totals of its batches; None if it has none."""
+    """Totals of the batches of the run; None if it has made none."""
 
     def to_json(self) -> dict[str, Any]:
         """The status as `--json` shows it."""

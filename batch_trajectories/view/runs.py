@@ -61,7 +61,7 @@ class RunPlace(NamedTuple):
     place: str
     """The path or URL that the command was given."""
     url: str | None = None
-    """The mirror that it is a copy of."""
+    """The mirror of which the directory is a copy; None for a run of this machine."""
     problem: str | None = None
     """The reason why the copy could not be brought up to date."""
 

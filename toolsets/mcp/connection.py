@@ -181,7 +181,7 @@ class _Connection:
         self.is_broken = False
         """Whether the connection must not be used again."""
         self.is_dead = False
-        """The server has closed the connection."""
+        """Whether the server has closed the connection."""
         self.is_too_deep = False
         """The server has sent a message that is nested too deeply to be read."""
         self.late = 0

@@ -66,7 +66,7 @@ class McpServer(BaseModel):
     expands: bool = False
     """`${NAME}` and `${NAME:-DEFAULT}` stand for variables everywhere, as in published settings."""
     per_task: bool | None = None
-    """Whether each conversation starts its own server; None: if the settings mention the workspace."""
+    """Whether each conversation starts its own server; None: if settings mention the workspace."""
     effects: Literal["workspace", "elsewhere"] = "elsewhere"
     """The place of its tools' effects; see `Tool.effects`. Tools that only read have none."""
     start_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0

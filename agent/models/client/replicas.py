@@ -67,14 +67,14 @@ class _Replica:
     url: str
     state: State = "up"
     live: int = 0
-    """The number of its conversations that count as load."""
+    """The number of conversations at this replica that count as load."""
     failures: int = 0
     """Calls that failed in a row."""
     failing_since: float = 0.0
     is_unwell: bool = False
     """The last health check had a status of `UNWELL`."""
     failed_checks: int = 0
-    """Health checks that failed since it was up."""
+    """Health checks that failed since the replica was up."""
     silent_since: float | None = None
     """The time of the first unanswered check; None if the last check was answered."""
     check_at: float = 0.0

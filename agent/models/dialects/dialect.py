@@ -32,7 +32,7 @@ class Assembly(Protocol):
     has_reason: bool
     """The parts so far say why the reply ended; only token counts may follow."""
     is_over: bool
-    """The stream has announced its end."""
+    """Whether the stream has announced its end."""
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Take the next part, which may also be a whole reply."""

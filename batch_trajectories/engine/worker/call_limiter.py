@@ -257,7 +257,7 @@ class CallPermit:
 
     gate: CallLimiter
     worst_case: Cost
-    """The amount reserved for it."""
+    """The amount reserved for the call."""
     tokens: float
     """Estimated number of tokens of the call."""
     sent_at: float

@@ -145,7 +145,7 @@ class _ShortQuestion(NamedTuple):
     length: int
     """The number of words of the question."""
     hashed: int
-    """A hash of all its words."""
+    """A hash of all words of the question."""
     question: int
     """The number of the question."""
 

@@ -50,9 +50,9 @@ class _Trainer(NamedTuple):
     title: str
     package: str
     prefix: str
-    """The beginning of the names of its templates."""
+    """The beginning of the names of the trainer's templates."""
     folder: str
-    """The directory of its templates inside the package."""
+    """The directory of the templates inside the package of the trainer."""
 
 
 _TRAINERS = (

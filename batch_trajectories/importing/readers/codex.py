@@ -54,7 +54,7 @@ class _Item(NamedTuple):
     """An item of the Responses API in a session."""
 
     line: int
-    """The number of its line."""
+    """The number of the line with the item."""
     content: dict[str, Any]
 
 

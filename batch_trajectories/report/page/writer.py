@@ -101,7 +101,7 @@ class Collected(NamedTuple):
     records: bytes
     """The records and rows as JSON lists for the page; empty lists if they are in files."""
     row_pieces: int
-    """0 if they are in the page."""
+    """The number of files with rows; 0 if the rows are in the page."""
     rows_file: Path
 
 

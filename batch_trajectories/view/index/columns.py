@@ -20,7 +20,7 @@ from batch_trajectories.report.facts import make_table_row
 from batch_trajectories.report.page.writer import training_form
 
 FORMAT = 3
-"""Raise it when columns change: indexes of earlier formats are made again."""
+"""The version of the index; raise it when columns change, so that indexes are made again."""
 
 _TEXTS, _COUNTS, _NAMES = pa.list_(pa.string()), pa.list_(pa.int64()), pa.list_(pa.string())
 _KEY = pa.binary(16)

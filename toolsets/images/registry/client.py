@@ -46,7 +46,7 @@ class Place(NamedTuple):
     address: URL
     """Scheme, host and port."""
     prefix: str
-    """The path before names of repositories at this server: "", or a path that ends with a slash."""
+    """The path before names of repositories at the server; "", or it ends with a slash."""
     registry: str
     """The host by which the files of `docker login` know it."""
 

@@ -168,7 +168,7 @@ class Differ:
         self._diffs = 0
         self._stored_bytes = 0
         self.is_used_up = False
-        """Another should take its place."""
+        """Whether the object has reached its limits and another should take its place."""
 
     async def find_ignored(self, paths: set[str]) -> set[str] | None:
         """The paths that git ignores; None if git changes the contents of any other path.
