@@ -290,7 +290,7 @@ class ModelSettings:
     call_attempts: int = 8
     """Attempts of one call before the task's attempt fails; rate limits do not count."""
     call_timeout_s: float = 3600.0
-    """Seconds from the beginning of a call in which it is retried; waits for a turn do not count."""
+    """Seconds after the beginning of a call in which it is retried, without waits for a turn."""
     needs_bound: bool = False
     """Whether each request must limit the reply's tokens, because a budget depends on the limit."""
     stream_replies: bool = False
