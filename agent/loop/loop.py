@@ -226,7 +226,7 @@ class _Loop:
             if not deadline.has_passed:
                 raise
             text = _INTERRUPTED.format("time_limit")
-            return ToolResult(text, True, {"failure": "interrupted"})
+            return ToolResult(text, is_error=True, details={"failure": "interrupted"})
 
     def _deadline(self) -> Deadline:
         limit_s = self.spec.options.max_conversation_s
@@ -250,7 +250,7 @@ def close_calls(trajectory: Trajectory, status: Status, journal: Journal) -> Non
         # Rules end a conversation before its calls run; these two can end it while they run.
         may_have_run = call["id"] in trajectory.inner or status in ("cancelled", "failed")
         text, failure = (_INTERRUPTED, "interrupted") if may_have_run else (_NOT_RUN, "not_run")
-        result = ToolResult(text.format(status), True, {"failure": failure})
+        result = ToolResult(text.format(status), is_error=True, details={"failure": failure})
         event = result_event(trajectory.turns, n, call, result, Clock())
         journal(event)
         trajectory.apply(event)

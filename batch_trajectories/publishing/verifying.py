@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 from pydantic import BaseModel, Field, ValidationError
@@ -232,7 +232,7 @@ def find_differences(found: Publication, other: Publication) -> Iterator[str]:
 def count_lines(path: Path) -> int:
     """The number of lines of a file, a last one without a newline included."""
     with path.open("rb") as file:
-        return _digest_and_lines(file, None)[2]
+        return _read_content(file).lines
 
 
 def _problem_of_name(name: str) -> str | None:
@@ -284,13 +284,13 @@ def _problem_of_file(directory: Path, file: _File, work: LongWork) -> str | None
                 return f"{size:,} bytes, published were {file.bytes:,}; not read"
             if size > _MAX_FILE_BYTES:
                 return f"{size:,} bytes are too many; not read"
-            size, digest, lines = _digest_and_lines(opened, work)
+            content = _read_content(opened, work)
     except OSError as error:
         return error.strerror or str(error)
-    if (size, digest) != (file.bytes, file.sha256):
-        return f"its content is not what was published (sha256 {digest})"
-    if file.path.endswith(".jsonl") and lines != file.rows:
-        return f"{lines:,} rows, but the manifest says {file.rows:,}"
+    if (content.size, content.sha256) != (file.bytes, file.sha256):
+        return f"its content is not what was published (sha256 {content.sha256})"
+    if file.path.endswith(".jsonl") and content.lines != file.rows:
+        return f"{content.lines:,} rows, but the manifest says {file.rows:,}"
     if file.path.endswith(".parquet"):
         return _problem_of_parquet(directory / file.path, file.rows)
     return None
@@ -326,8 +326,17 @@ def _open(directory: Path, name: str) -> BinaryIO:
     return os.fdopen(opened, "rb", buffering=0)
 
 
-def _digest_and_lines(file: BinaryIO, work: LongWork | None) -> tuple[int, str, int]:
-    """The size, sha256 and number of lines of a file, read in blocks."""
+class _Content(NamedTuple):
+    """Facts about the content of a file."""
+
+    size: int
+    sha256: str
+    lines: int
+    """The number of lines, a last one without a newline included."""
+
+
+def _read_content(file: BinaryIO, work: LongWork | None = None) -> _Content:
+    """Read a file in blocks; return the facts about its content."""
     digest, size, lines, last = hashlib.sha256(), 0, 0, b"\n"
     while block := file.read(_BLOCK):
         digest.update(block)
@@ -336,7 +345,7 @@ def _digest_and_lines(file: BinaryIO, work: LongWork | None) -> tuple[int, str, 
         last = block[-1:]
         if work is not None:
             work.advance(len(block))
-    return size, digest.hexdigest(), lines + (last != b"\n")
+    return _Content(size, digest.hexdigest(), lines + (last != b"\n"))
 
 
 def _problems_of_config(found: Publication, file: Path) -> Iterator[str]:

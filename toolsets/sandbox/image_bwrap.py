@@ -285,7 +285,9 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
             key=("bwrap-image", layers, images, network, shown),
             is_confined=True,
             is_tried=False,  # `overlay_problem` has tried it
-            launch=lambda argv, stack: _launch(argv, stack, network, layers, images, shown),
+            launch=lambda argv, stack: _launch(
+                argv, stack, network=network, layers=layers, images=images, shown=shown
+            ),
             request={
                 "env": self._env,
                 "workspace": self._workspace.root.name,
@@ -366,9 +368,9 @@ def overlay_problem(layers: Path, images: Path) -> str | None:
             probe = _launch(
                 ["python3", "-I", "-S", "-c", BOOT, "0", tree.name, layer.name],
                 stack,
-                False,
-                layers,
-                images,
+                network=False,
+                layers=layers,
+                images=images,
             )
             done = subprocess.run(
                 probe.argv,
@@ -391,6 +393,7 @@ def overlay_problem(layers: Path, images: Path) -> str | None:
 def _launch(
     argv: Sequence[str],
     stack: ExitStack,
+    *,
     network: bool,
     layers: Path,
     images: Path,

@@ -444,7 +444,7 @@ class _BoundedChat:
         self._pipe = pipe
         self._sent_at = time.monotonic()
 
-    def __call__(self, messages: Any, tools: Any, is_prompt: bool) -> str:
+    def __call__(self, messages: Any, tools: Any, *, is_prompt: bool = False) -> str:
         """Render messages and tools. Raises `_TooLong`, and what the template raises."""
         if (now := time.monotonic()) - self._sent_at > _ALIVE_EVERY_S:
             self._sent_at = now
@@ -452,7 +452,7 @@ class _BoundedChat:
         _bound_cpu()
         signal.setitimer(signal.ITIMER_PROF, _RENDER_S)
         try:
-            return self._render(messages, tools, is_prompt)
+            return self._render(messages, tools, is_prompt=is_prompt)
         except RecursionError as error:
             raise ValueError("too deep") from error
         finally:
