@@ -256,7 +256,7 @@ class AgentRunner:
             route=route,
             trajectory=task.trajectory,
             journal=task.journal,
-            kept=task.kept,
+            wait_until_persisted=task.wait_until_persisted,
             limits=replace(CallLimits.from_options(options), repeats=options.repeat_limit),
             volatile=task.agent.volatile_values,
             is_stopping=lambda: self._stops.is_stopping,
@@ -360,7 +360,7 @@ class AgentRunner:
             setup=task.setup,
             context=task.context,
             journal=task.journal,
-            kept=task.kept,
+            wait_until_persisted=task.wait_until_persisted,
             config=self._config,
             calls=self._calls,
             stops=self._stops,
@@ -557,7 +557,7 @@ def further_messages(
     setup: Setup,
     context: ToolContext,
     journal: Journal,
-    kept: WaitUntilPersisted,
+    wait_until_persisted: WaitUntilPersisted,
     config: RunConfig,
     calls: Calls,
     stops: StopSignal,
@@ -566,7 +566,7 @@ def further_messages(
     """Make the function that returns the next message of the row or of its simulated user."""
 
     def gated(model: Model) -> StoppableModel:
-        return StoppableModel(stops, model, kept)
+        return StoppableModel(stops, model, wait_until_persisted)
 
     home = AgentServices(
         setup,
@@ -574,7 +574,7 @@ def further_messages(
         calls.pool,
         config.tool_timeout_s,
         wrap_model=gated,
-        wait_until_persisted=kept,
+        wait_until_persisted=wait_until_persisted,
     )
     return ConversationRunner(
         trajectory=trajectory,

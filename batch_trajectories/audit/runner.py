@@ -229,7 +229,7 @@ class AuditRunner(TaskRunner):
             facts["not_tried"] = NOT_TRIED
             return
         begun = time.monotonic()
-        await self._prepared(work)
+        await self._prepare_workspace(work)
         facts["setup_s"] = round(time.monotonic() - begun, 3)
         if step.name == "leak":
             facts["found"] = await find_leaks(work.context, row, reference, expected)

@@ -242,7 +242,7 @@ def _score_by_teacher(
     done = score_by_teacher(stored.path, config, options, wanted=wanted)
     lines = [
         f"{stored.path / TEACHER_FILE}: {plural(done.segments, 'segment')} with "
-        f"{plural(done.tokens, 'sampled token')}; {done.known:,} had figures before, "
+        f"{plural(done.tokens, 'sampled token')}; {done.scored_before:,} had figures before, "
         f"{sum(done.failed.values()):,} failed",
         *reason_lines(done.failed),
     ]

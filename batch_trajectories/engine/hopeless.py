@@ -50,7 +50,7 @@ class SignSeen(NamedTuple):
     sign: Sign
     found: int
     """The number of conversations that show the sign."""
-    of: int
+    total: int
     """The number of conversations that could show the sign."""
     reason: str = ""
     """The reason that most of these conversations share; "" if the sign has none."""
@@ -58,7 +58,7 @@ class SignSeen(NamedTuple):
     @property
     def text(self) -> str:
         """The sign for a person, with what to do."""
-        share = f"{self.found:,} of {plural(self.of, 'conversation')}"
+        share = f"{self.found:,} of {plural(self.total, 'conversation')}"
         reason = f", {self.reason}" if self.reason else ""
         match self.sign:
             case "failed":
@@ -69,18 +69,18 @@ class SignSeen(NamedTuple):
                 return f"{share} give no training row{reason}"
             case "no_pass":
                 return (
-                    f"none of {plural(self.of, 'judged conversation')} passed: read some of them "
-                    "(`view` or `show`), and what passes (`--dry_run`)"
+                    f"none of {plural(self.total, 'judged conversation')} passed: read some of "
+                    "them (`view` or `show`), and what passes (`--dry_run`)"
                 )
             case "no_call":
                 return (
-                    f"none of {plural(self.of, 'conversation')} called a tool, though tools are "
+                    f"none of {plural(self.total, 'conversation')} called a tool, though tools are "
                     "offered (--enabled_toolsets=none offers none)"
                 )
 
     def to_json(self) -> dict[str, str | int]:
         """Return the sign as summary.json, `status --json` and the page have it."""
-        return {"sign": self.sign, "found": self.found, "of": self.of, "text": self.text}
+        return {"sign": self.sign, "found": self.found, "of": self.total, "text": self.text}
 
 
 def offers_tools(config: RunConfig) -> bool:
@@ -109,16 +109,20 @@ def broken_rule(counts: EndingCounts, rules: Sequence[StopRule]) -> SignSeen | N
     for rule in rules:
         if (seen := measured.get(rule.sign)) is None:
             continue
-        if rule.count is not None and seen.found == seen.of >= rule.count:
+        if rule.count is not None and seen.found == seen.total >= rule.count:
             return seen
-        if rule.share is not None and seen.of >= MIN_TASKS and seen.found >= rule.share * seen.of:
+        if (
+            rule.share is not None
+            and seen.total >= MIN_TASKS
+            and seen.found >= rule.share * seen.total
+        ):
             return seen
     return None
 
 
 def _is_grave(seen: SignSeen) -> bool:
     least = _SAME_REASON_SHARE if seen.sign in ("same_ending", "failed") else 1.0
-    return seen.of >= MIN_TASKS and seen.found >= least * seen.of
+    return seen.total >= MIN_TASKS and seen.found >= least * seen.total
 
 
 def _measure(counts: EndingCounts) -> Iterator[SignSeen]:

@@ -87,7 +87,7 @@ class TeacherResult(NamedTuple):
     """Segments that have figures now and had none."""
     tokens: int
     """Sampled tokens of these segments."""
-    known: int
+    scored_before: int
     """Segments that had figures before."""
     failed: Mapping[str, int]
     """Reasons why segments have no figures, with counts."""
@@ -477,7 +477,7 @@ class _Scoring:
         return TeacherResult(
             segments=self._segments,
             tokens=self._tokens,
-            known=self._known,
+            scored_before=self._known,
             failed=self._failed.to_json(),
             left_out=self._left_out.to_json(),
             mean_logprob=self._sum / self._tokens if self._tokens else None,

@@ -439,7 +439,7 @@ class FakeWorker:
         self.sent.clear()
 
     def load(self, replies: int) -> Load:
-        return Load(in_flight=self.in_flight, waiting=20, told=self.told, replies=replies)
+        return Load(in_flight=self.in_flight, waiting=20, limits_number=self.told, replies=replies)
 
 
 @given(limit=st.integers(1, 12), moves=st.lists(st.tuples(st.integers(0, 3), st.booleans())))

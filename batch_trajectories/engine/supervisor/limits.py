@@ -182,7 +182,7 @@ class _SharedLimit:
     def on_load(self, worker: WorkerHandle, load: Load) -> None:
         share = self._shares.setdefault(worker, _Share())
         share.in_flight, share.waiting = load.in_flight, load.waiting
-        if load.told == share.messages:
+        if load.limits_number == share.messages:
             share.max_permits = share.permits
         in_flight = sum(each.in_flight for each in self._shares.values())
         self._in_flight_max = max(self._in_flight_max, in_flight)

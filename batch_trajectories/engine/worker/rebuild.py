@@ -110,13 +110,13 @@ class Rebuilder:
             return prepared, None
         knows_begun = self.assignment.knows_begun
         cut_off = list(self._find_interrupted_tools(trajectory, knows_begun=knows_begun))
-        is_doubtful = not (prepared.kept and knows_begun) or self._had_sessions()
+        is_doubtful = not (prepared.survived and knows_begun) or self._had_sessions()
         has_results = any(repeatable is not None for _, repeatable in self._steps())
         if not (cut_off or (has_results and is_doubtful)):
             return prepared, None
         context, rebuild = await self._rebuild(prepared.context, cut_off)
-        is_kept = prepared.kept or "why" not in rebuild
-        return prepared._replace(context=context, kept=is_kept), rebuild
+        has_survived = prepared.survived or "why" not in rebuild
+        return prepared._replace(context=context, survived=has_survived), rebuild
 
     async def _rebuild(
         self, context: ToolContext, cut_off: Sequence[Tool]
@@ -144,7 +144,9 @@ class Rebuilder:
         """A fresh workspace, or with `resumed` the one that is there, with a new sandbox."""
         context = self.spaces.open(self.key, self.row, resumed=resumed)
         try:
-            return (await self.spaces.prepare(context, self.row, place=self.worker.place)).context
+            return (
+                await self.spaces.prepare(context, self.row, workspace_id=self.worker.workspace_id)
+            ).context
         except BaseException:
             await context.close(remove=False)
             raise

@@ -105,7 +105,7 @@ class AgentTask:
     context: ToolContext
     trajectory: Trajectory
     journal: Callable[[Event], None]
-    kept: Callable[[], Awaitable[None]] | None
+    wait_until_persisted: Callable[[], Awaitable[None]] | None
     """Waits until the journal is on disk; None if an event is on disk as soon as it is recorded."""
     conversation: str = ""
     """See `agent.models.conversation_id`."""
@@ -349,10 +349,10 @@ class TaskRunner:
         await self._judge(work)
 
     async def _prepare_workspace(self, work: Work) -> PreparedWorkspace:
-        place, root = work.assignment.place, work.context.workspace.root
+        workspace_id, root = work.assignment.workspace_id, work.context.workspace.root
         if is_set_aside(root):
             await asyncio.to_thread(put_back, root)
-        prepared = await self._spaces.prepare(work.context, work.row, place=place)
+        prepared = await self._spaces.prepare(work.context, work.row, workspace_id=workspace_id)
         work.context = prepared.context
         return prepared
 
@@ -419,13 +419,13 @@ class TaskRunner:
                 check_stop=self._check_stop,
             )
             prepared, rebuild = await rebuilder.restore_workspace(prepared, trajectory)
-        work.context, kept, why_new = prepared
+        work.context, survived, why_new = prepared
 
-        until_kept = self._persistence(task)
+        wait_until_persisted = self._make_persistence_wait(task)
         by_batch = self._calls.batch_wrapper(task.key, assignment)
 
         def make_stoppable(model: Model) -> StoppableModel:
-            return StoppableModel(self._stops, by_batch(model), until_kept)
+            return StoppableModel(self._stops, by_batch(model), wait_until_persisted)
 
         pool, timeout_s = self._calls.pool, self._config.tool_timeout_s
         home = AgentServices(
@@ -434,7 +434,7 @@ class TaskRunner:
             pool,
             timeout_s,
             wrap_model=make_stoppable,
-            wait_until_persisted=until_kept,
+            wait_until_persisted=wait_until_persisted,
         )
         journal = self._make_journal(task, assignment)
         if row.fork is not None and trajectory.forked is None:
@@ -448,7 +448,7 @@ class TaskRunner:
             journal(forked)
             trajectory.apply(forked)
         is_taken_up = _has_begun(assignment)
-        if is_taken_up and not kept and self._config.is_inside and row.fork is None:
+        if is_taken_up and not survived and self._config.is_inside and row.fork is None:
             # Its calls worked on an image; later turns would not fit a fresh one.
             restarted = RestartedEvent(
                 kind="restarted", turn=trajectory.turns, reason=why_new, at=time.time()
@@ -464,8 +464,8 @@ class TaskRunner:
             journal=journal,
             services=home,
             subagents=row.spec.options.subagents,
-            workspace_survived=kept,
-            records_starts=until_kept is None,
+            workspace_survived=survived,
+            records_starts=wait_until_persisted is None,
             has_start_events=assignment.knows_begun,
             rebuild=rebuild,
             conversation=self._conversation_id(task),
@@ -487,7 +487,7 @@ class TaskRunner:
                 context=work.context,
                 trajectory=work.trajectory,
                 journal=self._make_journal(work.task, work.assignment),
-                kept=self._persistence(work.task),
+                wait_until_persisted=self._make_persistence_wait(work.task),
                 conversation=self._conversation_id(work.task),
             )
         )
@@ -495,8 +495,8 @@ class TaskRunner:
     def _conversation_id(self, task: Task) -> str:
         return task_conversation_id(self._setup.run_key, task.key)
 
-    def _persistence(self, task: Task) -> WaitUntilPersisted:
-        """Waits until the events of a task are kept; None where they are on disk at once."""
+    def _make_persistence_wait(self, task: Task) -> WaitUntilPersisted:
+        """The function that waits until a task's events are on disk; None if they are at once."""
         kept_by = self._journal.wait_persisted
         return None if kept_by is None else partial(kept_by, task.key)
 

@@ -254,7 +254,7 @@ class Worker:
     def _open_journal(self) -> SentJournal | JournalWriter:
         if self._setup.is_remote:
             open_sent: Callable[..., SentJournal] = find_feature("ray_journal")
-            return open_sent(self.send, place=self._setup.place)
+            return open_sent(self.send, workspace_id=self._setup.workspace_id)
         return JournalWriter(
             self._setup.run_dir / INFLIGHT,
             self._setup.number,

@@ -58,7 +58,7 @@ class PreparedWorkspace(NamedTuple):
     """A workspace that is set up."""
 
     context: ToolContext
-    kept: bool
+    survived: bool
     """Whether the workspace is from an earlier assignment."""
     why_new: str = LOST
     """The reason why an earlier workspace is not used, if there was one."""
@@ -112,13 +112,15 @@ class Workspaces:
             resumed=resumed,
         )
 
-    async def prepare(self, context: ToolContext, row: RowTask, *, place: str) -> PreparedWorkspace:
+    async def prepare(
+        self, context: ToolContext, row: RowTask, *, workspace_id: str
+    ) -> PreparedWorkspace:
         """Prepare a workspace as its row says.
 
-        `place` is where the workspace of that assignment is. Raises `SetupFailed`.
+        `workspace_id` is the storage of the workspace of that assignment. Raises `SetupFailed`.
         """
         root = context.workspace.root
-        is_new = not context.resumed or place != self._setup.place
+        is_new = not context.resumed or workspace_id != self._setup.workspace_id
         if is_new and os.path.lexists(root):
             # What a conversation left whose journal was lost is not this one's, nor is what this
             # one left here before it went on elsewhere.
@@ -134,11 +136,11 @@ class Workspaces:
                 raise SetupFailed(problem)
         if incomplete_mark(root).exists():
             await asyncio.to_thread(remove_tree, root)
-        kept = root.exists()
-        if row.setup is not None and not kept:
+        survived = root.exists()
+        if row.setup is not None and not survived:
             async with mark_unfinished_setup(root):
                 await set_up_workspace(context, row.setup)
-        return PreparedWorkspace(context, kept)
+        return PreparedWorkspace(context, survived)
 
     async def _prepare_image(self, context: ToolContext, row: RowTask) -> PreparedWorkspace:
         """Prepare a workspace inside an image; see `prepare`."""
@@ -154,11 +156,11 @@ class Workspaces:
             return sandbox, *keep_or_remove(root, sandbox)
 
         await images.bring(limits, spec)
-        sandbox, kept, is_other = await asyncio.to_thread(begin)
+        sandbox, survived, is_other = await asyncio.to_thread(begin)
         context = self._inside(context, sandbox, root)
         try:
             await make_ready(sandbox)
-            if not kept:
+            if not survived:
                 if row.check is not None:
                     await self._find_judge(row, row.check, root)
                 if row.setup is not None:
@@ -172,7 +174,7 @@ class Workspaces:
         except BaseException:
             await context.close(remove=False)
             raise
-        return PreparedWorkspace(context, kept, "the image was replaced" if is_other else LOST)
+        return PreparedWorkspace(context, survived, "the image was replaced" if is_other else LOST)
 
     def image(self, row: RowTask, check: Check | None = None) -> dict[str, str] | None:
         """The image that a conversation works in, or that its check has, for its record.
@@ -407,9 +409,9 @@ class Workspaces:
     def _inside(self, context: ToolContext, sandbox: ImageSandbox, root: Path) -> ToolContext:
         from toolsets.sandbox.image_files import ImageFiles
 
-        kept = Workspace(root)
-        kept.start_dir = context.workspace.start_dir
-        return replace(context, workspace=ImageFiles(kept, sandbox), sandbox=sandbox)
+        workspace = Workspace(root)
+        workspace.start_dir = context.workspace.start_dir
+        return replace(context, workspace=ImageFiles(workspace, sandbox), sandbox=sandbox)
 
     async def _sandbox_in_image(
         self, root: Path, row: RowTask, spec: ImageSpec, limits: Limits | None = None
