@@ -78,7 +78,7 @@ class RecheckResult:
     details: dict[str, str] = field(default_factory=dict)
     """Details of the most recent conversation that was left out, by reason."""
     failed: Sequence[Mapping[str, Any]] = ()
-    """The reason why workspaces could not be rebuilt: `class`, `message`, `count`."""
+    """The reasons why workspaces could not be rebuilt: `class`, `message`, `count`."""
     exit_code: int = 0
     """0: all conversations with something to judge were judged; 1: some were not; else the exit
     code of a run."""
