@@ -295,11 +295,16 @@ def records(cwd: Path, run_name: str = "r") -> list[dict[str, Any]]:
     return lines(cwd / "trajectories" / run_name / "records.jsonl")
 
 
-def records_by_id(cwd: Path, run_name: str = "r") -> dict[str, dict[str, Any]]:
-    """The records of a run, sorted by id; fails if two have the same id."""
+def records_by_id(
+    cwd: Path, run_name: str = "r", *, may_repeat: bool = False
+) -> dict[str, dict[str, Any]]:
+    """The records of a run, sorted by id, the last of each id.
+
+    Fails if two have the same id, unless they `may_repeat`, as after an edit of a row.
+    """
     written = records(cwd, run_name)
     by_id = {record["id"]: record for record in sorted(written, key=lambda record: record["id"])}
-    assert len(by_id) == len(written)
+    assert may_repeat or len(by_id) == len(written)
     return by_id
 
 

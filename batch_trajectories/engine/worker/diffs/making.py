@@ -110,7 +110,7 @@ async def make_diff(
 
     Nothing else may run in either. What the model did not have is left out; what the check takes
     from the image is in the diff, but in the fresh workspace as before. `plain` is the diff where
-    that is known. For what is returned see `recorded`. Raises `DiffError`.
+    that is known. For what is returned see `to_record`. Raises `DiffError`.
     """
     known = known or Known()
     try:
