@@ -126,7 +126,7 @@ class Subagent(BaseModel):
     """
     enabled_toolsets: tuple[str, ...] = ("none",)
     subagents: tuple[str, ...] = ()
-    """The names of the subagents that it can call itself."""
+    """The names of the subagents that this one can call."""
     max_turns: PositiveInt = 10
     script: list[Any] | None = None
     """The turns of model "scripted"."""
@@ -145,9 +145,9 @@ class SimulatedUser(BaseModel):
     system_prompt: str = ""
     """A description of the user and of their goal."""
     stop: str = Field(default="###STOP###", min_length=1)
-    """The text that it writes to end the conversation."""
+    """The text that the user writes to end the conversation."""
     max_turns: PositiveInt = 10
-    """Maximum messages that it writes."""
+    """Maximum messages that the user writes."""
     writes_first: StrictBool = False
     """Whether the simulated user writes the first message, so that rows need no prompt."""
     enabled_toolsets: tuple[str, ...] = ("none",)

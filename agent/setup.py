@@ -303,7 +303,7 @@ class AgentServices:
     pool: ModelPool
     call_timeout_s: float
     wrap_model: Callable[[Model], Model] = lambda model: model
-    """Wraps each model before it is asked."""
+    """Wraps each model before its first request."""
     wait_until_persisted: WaitUntilPersisted = None
     """Awaited before each tool call, so that all events so far are on disk; None: no need."""
 

@@ -31,7 +31,7 @@ from toolsets.sandbox.base import (
     SandboxSettings,
 )
 from toolsets.sandbox.cgroup import make_group
-from toolsets.sandbox.factory import make_sandbox, sandbox_kind, sandbox_problem
+from toolsets.sandbox.factory import find_sandbox_class, make_sandbox, sandbox_problem
 from toolsets.workspace.workspace import Workspace
 
 PATIENCE_S = 60.0
@@ -52,7 +52,7 @@ class Box:
     def __init__(self, name: str, root: Path, settings: SandboxSettings | None = None) -> None:
         self.name = name
         self.settings = settings or SandboxSettings()
-        self.kind = sandbox_kind(name)
+        self.kind = find_sandbox_class(name)
         self.workspace = Workspace(root)
         self.root = root
         self.beat = root / "beat"
@@ -69,14 +69,14 @@ class Box:
     ) -> Result:
         """Give a sandbox to `act`, and stop it."""
 
-        async def used() -> Result:
+        async def use() -> Result:
             sandbox = self.make(limits)
             try:
                 return await act(sandbox)
             finally:
                 await sandbox.stop()
 
-        return asyncio.run(used())
+        return asyncio.run(use())
 
     def run(
         self,
@@ -194,7 +194,7 @@ class TestCommands:
                 box.run(*argv)
 
     def test_files_go_in_and_out(self, box: Box) -> None:
-        """As bytes, with their modes, and as files that this user can remove."""
+        """Files keep their bytes and modes, and this user can remove them."""
         box.workspace.make()
         (box.root / "in").write_bytes(bytes(range(256)))
         result = box.sh("mkdir -p d && cp in d/out && chmod 755 d/out && rm in")
@@ -229,7 +229,7 @@ class TestLimits:
         try:
             result = box.run("python3", "-c", hog, limits=Limits(memory_mb=256))
         except SandboxError as error:
-            said, has_failed = str(error), "used more memory than its limit" in str(error)
+            said, has_failed = str(error), "use more memory than its limit" in str(error)
         else:
             said, has_failed = result.stdout, result.exit_code != 0
         assert has_failed
@@ -268,7 +268,7 @@ class TestLimits:
         assert box.use(act, Limits(timeout_s=60, processes=99)) == 0
 
     def test_all_of_a_command_dies_at_its_deadline(self, box: Box) -> None:
-        """It ignores signals, and has children in sessions of their own."""
+        """The command ignores signals, and has children in sessions of their own."""
         children = (
             f"(setsid sh -c '{WRITE_BEATS}' &) ; (nohup sh -c '{WRITE_BEATS}' >/dev/null 2>&1 &)"
         )

@@ -69,7 +69,7 @@ class Tool:
     """A function that the model may call."""
 
     name: str
-    """The name by which the model calls it."""
+    """The name by which the model calls the tool."""
     description: str
     """The description for the model."""
     parameters: dict[str, Any]

@@ -91,14 +91,14 @@ class Toolbox:
             available = ", ".join(sorted({*self._tools, *others})) or "none"
             shown = clip(name, max_chars=_MAX_MESSAGE_CHARS)
             text = f"Error: Tool '{shown}' not found. Available: {available}"
-            return self._failed(text, "unknown_tool")
+            return self._make_failure(text, "unknown_tool")
         try:
             parsed = tool.parse_arguments(arguments)
         except ArgumentsError as error:
             message = clip(str(error), max_chars=_MAX_MESSAGE_CHARS)
             takes = ", ".join(tool.parameters.get("properties", {})) or "none"
             text = f"Error: invalid arguments for {name}: {message}\nArguments it takes: {takes}"
-            return self._failed(text, "invalid_arguments")
+            return self._make_failure(text, "invalid_arguments")
         context = self._context.copy_for_call(conversation, user_reply)
         if not inspect.iscoroutinefunction(tool.function):
             run = partial(self._run_sync, tool, context, parsed, begin)
@@ -170,13 +170,13 @@ class Toolbox:
         message = message.replace(str(self._context.workspace.root), self._context.home)
         text = f"Error executing {tool.name}: {clip(message, max_chars=_MAX_MESSAGE_CHARS)}"
         failure = "tool_error" if isinstance(error, ToolError) else "exception"
-        return self._failed(text, failure, exception=kind)
+        return self._make_failure(text, failure, exception=kind)
 
     def _timeout_result(self, tool: Tool) -> ToolResult:
         text = f"Error executing {tool.name}: no result within {self._timeouts.timeout_s:g} s"
-        return self._failed(text, "timeout")
+        return self._make_failure(text, "timeout")
 
-    def _failed(self, text: str, failure: str, **facts: str) -> ToolResult:
+    def _make_failure(self, text: str, failure: str, **facts: str) -> ToolResult:
         return ToolResult(valid_utf8(text), is_error=True, details={"failure": failure, **facts})
 
 

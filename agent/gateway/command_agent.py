@@ -191,7 +191,7 @@ class CommandAgent(BaseModel):
     protocol: Literal["acp"] | None = None
     """The way an agent gets its prompt: `acp` (Agent Client Protocol); None: as `{prompt}`."""
     rejects: Annotated[tuple[ToolKind, ...], BeforeValidator(split_commas)] = ()
-    """With `acp`: the kinds of tools for which permission is refused."""
+    """The kinds of tools for which permission is refused; only with `acp`."""
     env: dict[_Variable, _Text | None] = {}
     """Variables besides those that all agents get (PATH, HOME, URLs and keys of the gateway)."""
     files: dict[Annotated[str, AfterValidator(_relative)], str] = {}

@@ -375,7 +375,7 @@ class Relay:
         route: Callable[[str, str], Route],
         trajectory: Trajectory,
         journal: Journal,
-        kept: WaitUntilPersisted = None,
+        wait_until_persisted: WaitUntilPersisted = None,
         limits: CallLimits = NO_LIMITS,
         volatile: Volatile = NOTHING_VOLATILE,
         is_stopping: Callable[[], bool] = lambda: False,
@@ -387,18 +387,19 @@ class Relay:
         """Relay calls for one agent.
 
         `route` returns the model for a dialect and the name that the agent sent, or raises
-        `RefusedModel`. `kept` waits until the journal is on disk. `ends_with` decides whether a
-        failed call is the last one; after other failures the agent gets the error and can make
-        further calls. `why_stopping` returns the reason that agents get while all work stops.
+        `RefusedModel`. `wait_until_persisted` waits until the journal is on disk. `ends_with`
+        decides whether a failed call is the last one; after other failures the agent gets the error
+        and can make further calls. `why_stopping` returns the reason that agents get while all work
+        stops.
 
-        If `is_live`, streams are passed on as they come. Otherwise the agent gets them whole, so
-        that the relay can repeat one that is cut. `conversation` is the id of the whole
+        If `is_live`, streams are passed on as they come. Otherwise the agent gets them
+        whole, so that the relay can repeat one that is cut. `conversation` is the id of the whole
         conversation, from which the ids of threads are made.
         """
         self._route = route
         self._trajectory = trajectory
         self._journal = journal
-        self._kept = kept
+        self._wait_until_persisted = wait_until_persisted
         self._limits = limits
         self._volatile = volatile
         self._is_stopping = is_stopping
@@ -597,8 +598,8 @@ class Relay:
             )
             wanted = mark_earlier_unread(wanted)
         self._record(exchange_event(self._threads, wanted, completion, body, clock))
-        if self._kept is not None:
-            await self._kept()
+        if self._wait_until_persisted is not None:
+            await self._wait_until_persisted()
         return call.last_parts(body)
 
     def _record_unreadable(self, unreadable: Completion) -> None:

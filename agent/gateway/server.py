@@ -124,7 +124,7 @@ class StoredResponses:
             return Answer(Refusal(400, "bad_request", message))
         begun = self._begun.get(id)
         if begun is None:
-            return self._recorded(id)
+            return self._find_reply(id)
         if not begun.reply.is_done or begun.body["status"] == "cancelled":
             return _respond(begun.body)
         if (refusal := begun.reply.refusal) is not None:
@@ -140,7 +140,7 @@ class StoredResponses:
             begun.body["status"] = "cancelled"
         return self._state(id, path)
 
-    def _recorded(self, id: str) -> Answer:
+    def _find_reply(self, id: str) -> Answer:
         for exchange in self._relay.exchanges:
             if exchange["body"].get("id") == id:
                 return _respond(exchange["body"])

@@ -15,10 +15,10 @@ from agent.models.model import Completion, Request
 from agent.options import AgentOptions
 from batch_trajectories.basics import exact_json
 
-_CLOSE = 0.8
+_MIN_SIMILARITY = 0.8
 """Minimum similarity of a misspelt name to a known one (ratio of difflib, 0 to 1)."""
 
-RUN_CALLS = 128
+MAX_RUN_CALLS = 128
 """Maximum calls of one reply that are run; further calls get a result that says so.
 
 Models never need as many, and a worker stays responsive while they run.
@@ -35,15 +35,16 @@ def why_unusable(completion: Completion, request: Request, options: AgentOptions
     if len(calls) > MAX_CALLS:
         return "too_many_calls"
     if completion.finish_reason not in ("stop", "tool_calls"):
-        return None  # cut or refused: the next reply would be, too
+        return None  # asking again would not help: the next reply would be cut or refused, too
     text = split_inline_reasoning(message["content"]).rest
     if opens_reasoning(text):
         return "unclosed_reasoning"
-    if request.tool_choice == "none" and (calls or _leaks(message, request)):
-        # vLLM parses no calls then: one in the text says nothing of the server's parser.
+    if request.tool_choice == "none" and (calls or _has_leaked_call(message, request)):
+        # vLLM does not parse calls if the request forbids them. A call in the text is then no sign
+        # that the server lacks a parser.
         return "calls_not_allowed"
     if not calls:
-        return None if text.strip() or _leaks(message, request) else "blank"
+        return None if text.strip() or _has_leaked_call(message, request) else "blank"
     if options.bad_arguments == "resample":
         for call in calls:
             if not _is_object(call["function"]["arguments"]):
@@ -51,7 +52,7 @@ def why_unusable(completion: Completion, request: Request, options: AgentOptions
     return None
 
 
-def _leaks(message: Message, request: Request) -> bool:
+def _has_leaked_call(message: Message, request: Request) -> bool:
     """Whether a reply without calls has a call in its text or its reasoning.
 
     If calls are allowed, the model is not asked again: the conversation ends with such a reply, see
@@ -69,7 +70,7 @@ def repair_names(message: Message, names: Sequence[str]) -> None:
     repairs = []
     for call in message.get("tool_calls", ()):
         written = call["function"]["name"]
-        if written not in names and (nearest := _nearest(written, names)):
+        if written not in names and (nearest := _find_nearest(written, names)):
             call["function"]["name"] = nearest
             repairs.append({"call": call["id"], "name": written})
     if repairs:
@@ -83,15 +84,18 @@ def _is_object(arguments: str) -> bool:
         return False
 
 
-def _nearest(written: str, names: Sequence[str]) -> str | None:
-    plain: dict[str, list[str]] = {}
+def _find_nearest(written: str, names: Sequence[str]) -> str | None:
+    """The only known name that is similar to a written one; None if there is none or several."""
+    by_normalized: dict[str, list[str]] = {}
     for name in names:
-        plain.setdefault(_plain(name), []).append(name)
-    near = difflib.get_close_matches(_plain(written), plain, n=2, cutoff=_CLOSE)
-    is_clear = len(near) == 1 or near[:1] == [_plain(written)]
-    found = plain[near[0]] if is_clear else []
-    return found[0] if len(found) == 1 else None
+        by_normalized.setdefault(_normalize_name(name), []).append(name)
+    wanted = _normalize_name(written)
+    near = difflib.get_close_matches(wanted, by_normalized, n=2, cutoff=_MIN_SIMILARITY)
+    # A second similar name does not matter if the first one differs in case or punctuation only.
+    is_clear = len(near) == 1 or near[:1] == [wanted]
+    candidates = by_normalized[near[0]] if is_clear else []
+    return candidates[0] if len(candidates) == 1 else None
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from agent.loop.acceptance import RUN_CALLS, repair_names, why_unusable
+from agent.loop.acceptance import MAX_RUN_CALLS, repair_names, why_unusable
 from agent.loop.rules import (
     AddNote,
     AskUser,
@@ -56,7 +56,7 @@ _INTERRUPTED = (
     "may have run in part."
 )
 _TOO_MANY_CALLS = ToolResult(
-    f"Error: this call was not run: of one reply, the first {RUN_CALLS} calls are run. Make it "
+    f"Error: this call was not run: of one reply, the first {MAX_RUN_CALLS} calls are run. Make it "
     "again in a later reply if it is still needed.",
     is_error=True,
     details={"failure": "not_run"},
@@ -195,8 +195,8 @@ class _Loop:
         clock = Clock()
         if n < count_runnable(self.trajectory, self.spec):
             result = await self._run(call, None)
-        elif n < RUN_CALLS:
-            result = _over_limit(self.spec.max_calls)
+        elif n < MAX_RUN_CALLS:
+            result = _refuse_over_limit(self.spec.max_calls)
         else:
             result = _TOO_MANY_CALLS
         self.record(result_event(turn, n, call, result, clock))
@@ -226,7 +226,7 @@ class _Loop:
             if not deadline.has_passed:
                 raise
             text = _INTERRUPTED.format("time_limit")
-            return ToolResult(text, True, {"failure": "interrupted"})
+            return ToolResult(text, is_error=True, details={"failure": "interrupted"})
 
     def _deadline(self) -> Deadline:
         limit_s = self.spec.options.max_conversation_s
@@ -250,13 +250,13 @@ def close_calls(trajectory: Trajectory, status: Status, journal: Journal) -> Non
         # Rules end a conversation before its calls run; these two can end it while they run.
         may_have_run = call["id"] in trajectory.inner or status in ("cancelled", "failed")
         text, failure = (_INTERRUPTED, "interrupted") if may_have_run else (_NOT_RUN, "not_run")
-        result = ToolResult(text.format(status), True, {"failure": failure})
+        result = ToolResult(text.format(status), is_error=True, details={"failure": failure})
         event = result_event(trajectory.turns, n, call, result, Clock())
         journal(event)
         trajectory.apply(event)
 
 
-def _over_limit(max_calls: int | None) -> ToolResult:
+def _refuse_over_limit(max_calls: int | None) -> ToolResult:
     text = (
         f"Error: this call was not run: at most {max_calls} calls can be made before a message. "
         "Write the message now."

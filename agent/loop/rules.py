@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from agent.loop.acceptance import RUN_CALLS
+from agent.loop.acceptance import MAX_RUN_CALLS
 from agent.messages.leaked_calls import find_leaked_call
 from agent.messages.message import (
     COST_ONLY,
@@ -275,8 +275,8 @@ def _step_after_results(t: Trajectory, spec: ConversationSpec) -> NextStep:
 def count_runnable(t: Trajectory, spec: ConversationSpec) -> int:
     """The number of calls that may run of the last reply; later ones get an error result."""
     if spec.max_calls is None:
-        return RUN_CALLS
-    return min(RUN_CALLS, spec.max_calls - len(t.results))
+        return MAX_RUN_CALLS
+    return min(MAX_RUN_CALLS, spec.max_calls - len(t.results))
 
 
 def _step_after_text(t: Trajectory, spec: ConversationSpec) -> NextStep:

@@ -52,14 +52,14 @@ class SubagentTool:
             arguments = self._tool.parse_arguments(call["function"]["arguments"])
         except ArgumentsError as error:
             text = f"Error: invalid arguments for {self._tool.name}: {error}"
-            return ToolResult(f"{text}\nArguments it takes: task", True, _INVALID)
+            return ToolResult(f"{text}\nArguments it takes: task", is_error=True, details=_INVALID)
         end, conversation = await self._start(self._subagent, call["id"], arguments["task"])
         details = {"subagent": self._subagent.name, "status": end.status}
         if end.status == "completed":
             answer = clip(conversation.final_text(), max_chars=MAX_RESULT_CHARS)
             return ToolResult(answer, details=details)
         text = f"Error: the subagent gave no answer; it ended as {end.describe()}"
-        return ToolResult(text, True, details)
+        return ToolResult(text, is_error=True, details=details)
 
 
 def subagent_schema(subagent: Subagent) -> Mapping[str, Any]:

@@ -159,7 +159,7 @@ def _add_final_answer(next_caller: Caller) -> Caller:
         finish = parse_final_answer(call["function"]["name"], call["function"]["arguments"])
         if finish is None:
             text = f"Error: invalid arguments for {name}: they need a text that is not blank"
-            return ToolResult(text, True, {"failure": "invalid_arguments"})
+            return ToolResult(text, is_error=True, details={"failure": "invalid_arguments"})
         return ToolResult("Answer received.", details={"text": finish.text})
 
     return call
@@ -172,7 +172,9 @@ def _add_references(next_caller: Caller, trajectory: Trajectory) -> Caller:
             try:
                 arguments = resolve_references(function["arguments"], trajectory)
             except UnusableReference as error:
-                return ToolResult(f"Error: {error}", True, {"failure": "unknown_reference"})
+                return ToolResult(
+                    f"Error: {error}", is_error=True, details={"failure": "unknown_reference"}
+                )
             call = {**call, "function": {"name": function["name"], "arguments": arguments}}
         result = await next_caller(call, user_reply)
         if result.is_error or user_reply is not None or function["name"] in RESERVED_TOOLS:
@@ -198,7 +200,7 @@ def _add_approval(next_caller: Caller, approve: Approve, approved: set[bytes]) -
         if why is not None:
             reason = f": {why}" if why else ""
             text = f"Error: the call of {name} was not approved{reason}"
-            return ToolResult(text, True, {"failure": "denied"})
+            return ToolResult(text, is_error=True, details={"failure": "denied"})
         return await next_caller(call, user_reply)
 
     return call

@@ -46,7 +46,7 @@ class CallFormat(NamedTuple):
     source: str
     """The description of the format: a parser of vLLM or SGLang, or a chat template."""
     is_bare: bool = False
-    """The format has no mark of its own: it counts only with an offered tool, at the text's end."""
+    """Whether the format has no mark of its own; a call counts only at the end and with a known tool."""
 
 
 FORMATS = (
@@ -433,7 +433,7 @@ _CODE_INDENT = 4
 _CLOSES = re.compile(rf"</|\[/|<{_BAR}|{_BAR}>")
 """The end of a call in one of the formats; a call without an end was cut off."""
 
-_SHOWN_CHARS = 60
+_EXCERPT_CHARS = 60
 _MAX_BEGINNINGS = 200
 """Maximum beginnings of one format that are looked at in one text, so that none takes seconds."""
 
@@ -506,7 +506,7 @@ def _find(
             else:
                 is_call = is_offered or (is_last and _begins_line(text, start))
             if is_call and not code.covers(start):
-                return LeakedCall(form, text[start : start + _SHOWN_CHARS], place)
+                return LeakedCall(form, text[start : start + _EXCERPT_CHARS], place)
     return None
 
 

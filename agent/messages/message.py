@@ -508,7 +508,7 @@ def hides_reasoning(
     """
     if reasoning_tokens:
         return True
-    hidden = [kind for block in blocks for kind in _hidden(block)]
+    hidden = [kind for block in blocks for kind in _find_hidden_thoughts(block)]
     # Gateways count only the readable text of Anthropic's thoughts: their zero decides nothing.
     if "thinking" in hidden:
         return True
@@ -516,7 +516,7 @@ def hides_reasoning(
     return reasoning_tokens is None and (bool(hidden) or any(map(_is_google_signature, extras)))
 
 
-def _hidden(block: Mapping[str, Any]) -> Iterator[str]:
+def _find_hidden_thoughts(block: Mapping[str, Any]) -> Iterator[str]:
     """The kind of each encrypted or signed thought in a verbatim block."""
     kind = block.get("type")
     if kind in ("thinking", "redacted_thinking"):
@@ -529,7 +529,7 @@ def _hidden(block: Mapping[str, Any]) -> Iterator[str]:
         if _is_google_signature(block.get("extra_content")):
             yield "reasoning"
         for thought in objects_among(block.get("thinking_blocks")):
-            yield from _hidden(thought)
+            yield from _find_hidden_thoughts(thought)
         for detail in objects_among(block.get("reasoning_details")):
             if detail.get("data") or detail.get("signature"):
                 yield "reasoning"

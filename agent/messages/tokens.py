@@ -17,7 +17,7 @@ from agent.messages.message import TurnTokens
 
 ID_BYTES = 4
 
-_SHOWN_TOKENS = 4
+_EXCERPT_TOKENS = 4
 """The number of tokens that are shown, as text, at the place where two sequences differ."""
 
 GRAMMAR = ("tool_choice", "response_format", "structured_outputs", "regex", "ebnf")
@@ -221,7 +221,7 @@ def _shared_length(before: bytes, prompt: bytes) -> int:
 
 def _show_tokens(sequence: bytes, place: int, texts: Mapping[int, str]) -> str:
     """A few tokens as text, from index `place` on; an unknown token is its id in brackets."""
-    part = sequence[ID_BYTES * place : ID_BYTES * (place + _SHOWN_TOKENS)]
+    part = sequence[ID_BYTES * place : ID_BYTES * (place + _EXCERPT_TOKENS)]
     return "".join(texts.get(id, f"[{id}]") for id in unpack_ids(part))
 
 

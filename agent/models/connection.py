@@ -41,7 +41,7 @@ class Replication:
 class Share(NamedTuple):
     """The share of one process in the limits that all processes of a run keep together."""
 
-    of: int = 1
+    processes: int = 1
     """The number of processes that share a limit."""
     conversations: int = 0
     """The number of conversations that the process holds at once; 0 if it is unknown."""
@@ -111,35 +111,37 @@ class UnusableProxy(ValueError):
 
 
 class EndpointProxy(NamedTuple):
-    """An HTTP proxy."""
+    """The HTTP proxy between this program and an endpoint."""
 
     url: str
     description: str
     """The name of the proxy in messages: without password, with the variable that sets it."""
-    instead: str
-    """The alternative to correcting it, for messages; it follows "Correct it, "."""
+    alternative: str
+    """The remedy besides correcting the proxy, for messages; it follows "Correct it, "."""
 
 
-def find_proxy(base_url: str, own: str | None = None) -> EndpointProxy | None:
-    """The proxy for an endpoint: `own` from the config, else from the usual variables.
+def find_proxy(base_url: str, configured: str | None = None) -> EndpointProxy | None:
+    """The proxy for an endpoint: the `configured` one, else that of the usual variables.
 
     None: a direct connection. Raises `UnusableProxy`.
     """
-    to = urlsplit(base_url)
-    if own is not None:
-        return None if own == DIRECT else _check_proxy(own, "proxy", "or leave it out", base_url)
+    url = urlsplit(base_url)
+    if configured is not None:
+        if configured == DIRECT:
+            return None
+        return _check_proxy(configured, "proxy", "or leave it out", base_url)
     import urllib.request  # --help does without it
 
-    if not to.hostname or urllib.request.proxy_bypass(f"{to.hostname}:{to.port}"):
+    if not url.hostname or urllib.request.proxy_bypass(f"{url.hostname}:{url.port}"):
         return None
     proxies = urllib.request.getproxies()
-    kind = to.scheme if to.scheme in proxies else "all"
-    if not (given := proxies.get(kind)):
+    scheme = url.scheme if url.scheme in proxies else "all"
+    if not (proxy := proxies.get(scheme)):
         return None
-    names = (f"{kind}_proxy", f"{kind.upper()}_PROXY")
+    names = (f"{scheme}_proxy", f"{scheme.upper()}_PROXY")
     variable = next((name for name in names if os.environ.get(name)), "the system's settings")
-    instead = f"unset {variable}, or add {to.hostname} to NO_PROXY"
-    return _check_proxy(given, variable, instead, base_url)
+    alternative = f"unset {variable}, or add {url.hostname} to NO_PROXY"
+    return _check_proxy(proxy, variable, alternative, base_url)
 
 
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*\.?")
@@ -155,18 +157,19 @@ def _is_address(proxy: SplitResult) -> bool:
     return port != 0 and (":" in host or _HOST.fullmatch(host) is not None)
 
 
-def _check_proxy(given: str, source: str, instead: str, base_url: str) -> EndpointProxy:
-    proxy = urlsplit(given if "://" in given else f"http://{given}")
-    place = f"{proxy.scheme}://{proxy.netloc.rpartition('@')[2]}"
-    message = f"the proxy {place} ({source})"
+def _check_proxy(text: str, source: str, alternative: str, base_url: str) -> EndpointProxy:
+    """Parse the URL of a proxy, which `source` names. Raises `UnusableProxy`."""
+    proxy = urlsplit(text if "://" in text else f"http://{text}")
+    address = proxy.netloc.rpartition("@")[2]  # without name and password
+    message = f"the proxy {proxy.scheme}://{address} ({source})"
     if not _is_address(proxy):
         raise UnusableProxy(
-            f"{message} cannot be used for {base_url}: {proxy.netloc.rpartition('@')[2]!r} is not "
-            f"the name of a host with a port. Correct it, {instead}"
+            f"{message} cannot be used for {base_url}: {address!r} is not "
+            f"the name of a host with a port. Correct it, {alternative}"
         )
     if proxy.scheme not in ("http", "https") or not proxy.hostname:
         raise UnusableProxy(
             f"{message} cannot be used for {base_url}: it must be an HTTP proxy (http:// or "
-            f"https://), and SOCKS is not supported. Name another one, {instead}"
+            f"https://), and SOCKS is not supported. Name another one, {alternative}"
         )
-    return EndpointProxy(proxy.geturl(), message, instead)
+    return EndpointProxy(proxy.geturl(), description=message, alternative=alternative)

@@ -18,7 +18,7 @@ Ending = FinishReason | Literal["cut", "open"]
 
 _FILE = Path(__file__).with_name("endpoint_words.toml")
 
-_AROUND = 12
+_CONTEXT_CHARS = 12
 """Minimum characters around a phrase that are compared with the request, up to whole words."""
 
 _WORD = re.compile(r"\w+")
@@ -89,8 +89,8 @@ def find_phrase(kind: str, message: str, request: bytes = b"") -> str | None:
 def _is_quote(message: str, match: re.Match[str], request: bytes) -> bool:
     """Whether the request has the phrase, together with the words before or after it."""
     # In an error's own sentence, other names and numbers stand around the phrase.
-    start = message.rfind(" ", 0, max(0, match.start() - _AROUND)) + 1
-    end = message.find(" ", match.end() + _AROUND)
+    start = message.rfind(" ", 0, max(0, match.start() - _CONTEXT_CHARS)) + 1
+    end = message.find(" ", match.end() + _CONTEXT_CHARS)
     before = message[start : match.start()]
     after = message[match.end() : end if end >= 0 else None]
     sent = _plain(request.decode(errors="replace"))

@@ -19,13 +19,13 @@ from agent.models.errors import ModelError, classify_error
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.exact_json import objects_among
 
-_SHOWN = 500
+_MAX_MESSAGE_CHARS = 500
 """Maximum characters of an endpoint's text in an error message."""
 
-_QUOTED = 200
+_MAX_QUOTED_CHARS = 200
 """Maximum characters of an unreadable reply in an error message."""
 
-_DEPTH = 6
+_MAX_DEPTH = 6
 """Maximum depth to which errors are searched for inside errors."""
 
 _MESSAGES = (
@@ -92,7 +92,7 @@ def read_refusal(
     wait_s = retry_after_s(headers)
     return ModelError(
         classify_error(status, error.codes, error.message, request),
-        f"HTTP {status}: {error.message[:_SHOWN]}",
+        f"HTTP {status}: {error.message[:_MAX_MESSAGE_CHARS]}",
         retry_after_s=float(delay[1]) if wait_s is None and delay else wait_s,
         code=error.code,
         param=error.param,
@@ -112,7 +112,7 @@ def error_behind_200(reply: Any, place: str, request: bytes = b"") -> ModelError
     given = [int(code) if code.isdecimal() else statuses.get(code, 0) for code in codes]
     status = next((one for one in given if 400 <= one < 600), None)
     kind = classify_error(status, error.codes, error.message, request)
-    message = f"error in {place}: {error.message[:_SHOWN]}"
+    message = f"error in {place}: {error.message[:_MAX_MESSAGE_CHARS]}"
     return ModelError(kind, message, code=error.code, param=error.param)
 
 
@@ -148,7 +148,7 @@ def read_error(body: bytes) -> ErrorBody:
 
 def quote(body: bytes) -> str:
     """The beginning of a reply that cannot be read, for a message."""
-    return repr(body[:_QUOTED].decode(errors="replace")) if body else "an empty body"
+    return repr(body[:_MAX_QUOTED_CHARS].decode(errors="replace")) if body else "an empty body"
 
 
 def retry_after_s(headers: Mapping[str, str], *, now: datetime | None = None) -> float | None:
@@ -205,12 +205,12 @@ class _Found:
 
     def take(self, value: Any, depth: int = 0, prefix: str = "") -> None:
         """Read an error or a part of one; `prefix` is put before its message."""
-        if depth > _DEPTH:
+        if depth > _MAX_DEPTH:
             return
         if isinstance(value, str):
             self._take_text(value, depth, prefix)
         elif isinstance(value, list):
-            for one in value[:_DEPTH]:
+            for one in value[:_MAX_DEPTH]:
                 self.take(one, depth + 1)
         elif isinstance(value, dict):
             self._take_object(value, depth, prefix)

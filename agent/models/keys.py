@@ -13,7 +13,7 @@ from batch_trajectories.basics import exact_json
 MARK = "[API key]"
 """Replaces a key."""
 
-_SHORTEST = 8
+_MIN_KEY_CHARS = 8
 
 _PLACEHOLDERS = frozenset({"dummy-key", "fake-key", "lm-studio", "no-key-required", "not-needed"})
 """Keys that people give to servers that need none; replies may well contain such words."""
@@ -72,7 +72,7 @@ class Key:
 
 
 def _is_secret(key: str) -> bool:
-    return len(key) >= _SHORTEST and not key.isalpha() and key not in _PLACEHOLDERS
+    return len(key) >= _MIN_KEY_CHARS and not key.isalpha() and key not in _PLACEHOLDERS
 
 
 def _forms(key: str) -> Iterator[bytes]:

@@ -290,9 +290,9 @@ class ModelSettings:
     call_attempts: int = 8
     """Attempts of one call before the task's attempt fails; rate limits do not count."""
     call_timeout_s: float = 3600.0
-    """Seconds after its beginning in which a call is retried; waits for a turn do not count."""
+    """Seconds after the beginning of a call in which it is retried, without waits for a turn."""
     needs_bound: bool = False
-    """Every request must limit the reply's tokens, because a budget depends on the limit."""
+    """Whether each request must limit the reply's tokens, because a budget depends on the limit."""
     stream_replies: bool = False
     """Stream replies even if nothing shows them: some proxies cut silent connections."""
 
@@ -345,7 +345,7 @@ class ModelSettings:
             return f"The key is that of {self.key_variable}, if it is set (see --key_env)."
         return f"The key is that of the environment variable {self.key_variable} (see --key_env)."
 
-    def source_of(self, api_key: str) -> str:
+    def describe_key_source(self, api_key: str) -> str:
         """The origin of `api_key`, which was sent, as a sentence for messages."""
         connection = self.connection
         if connection.client is not None or connection.key_command or connection.headers_env:

@@ -52,7 +52,7 @@ class Provider(NamedTuple):
     session_headers: tuple[str, ...] = ()
     """The headers in which the provider reads the id of a conversation; see `SESSION_HEADERS`."""
     cache_key_apis: tuple[Api, ...] = ()
-    """The APIs in which it reads the id from `prompt_cache_key` in the body."""
+    """The APIs in which the provider reads the id from `prompt_cache_key` in the body."""
     session_source: str = ""
     """The provider's documentation of the id; "" if it reads none, and so gets none."""
 
@@ -103,7 +103,7 @@ OWN_SERVERS_HEADERS = (
 """The headers for servers of the user's own: any router may be in front of them."""
 
 _NEW_NAME = "max_completion_tokens"
-_OF_OPENAI: tuple[Api, ...] = ("openai_chat", "openai_responses")
+_OPENAI_APIS: tuple[Api, ...] = ("openai_chat", "openai_responses")
 _OPENAIS_CACHING = "platform.openai.com/docs/guides/prompt-caching"
 _ROUTERS = "that of the routers in front of it: see SESSION_HEADERS"
 
@@ -115,7 +115,7 @@ PROVIDERS: Mapping[str, Provider] = {
         max_tokens_name=_NEW_NAME,
         has_batches=True,
         url_env="OPENAI_BASE_URL",
-        cache_key_apis=_OF_OPENAI,
+        cache_key_apis=_OPENAI_APIS,
         session_source=_OPENAIS_CACHING,
     ),
     "responses": Provider(
@@ -126,7 +126,7 @@ PROVIDERS: Mapping[str, Provider] = {
         max_tokens_name=_NEW_NAME,
         has_batches=True,
         url_env="OPENAI_BASE_URL",
-        cache_key_apis=_OF_OPENAI,
+        cache_key_apis=_OPENAI_APIS,
         session_source=_OPENAIS_CACHING,
     ),
     "anthropic": Provider(
@@ -206,7 +206,7 @@ PROVIDERS: Mapping[str, Provider] = {
         max_tokens_name=_NEW_NAME,
         client="azure",
         other_credentials="Microsoft Entra (azure-identity)",
-        cache_key_apis=_OF_OPENAI,
+        cache_key_apis=_OPENAI_APIS,
         session_source="learn.microsoft.com/azure/foundry/openai/how-to/prompt-caching",
     ),
     "bedrock": Provider(

@@ -195,7 +195,7 @@ def hour_writes_in(reply: Mapping[str, Any], usage: Usage | None) -> int:
     if usage is None or not usage["cache_write_tokens"]:
         return 0
     raw = find_usage(reply) or {}
-    return sum(_largest_count(_hour_writes(one)) or 0 for one in (raw, *_billed_apart(raw)))
+    return sum(_largest_count(_hour_writes(one)) or 0 for one in (raw, *_find_separate_bills(raw)))
 
 
 def reported_cost(reply: Mapping[str, Any]) -> float | None:
@@ -265,7 +265,7 @@ def _add_iterations(
     written: int | None,
 ) -> tuple[int | None, int | None, int | None, int | None]:
     """Input, output, cache reads and writes, with the iterations that Anthropic bills apart."""
-    for one in (read_usage(part, is_fresh=True) for part in _billed_apart(raw)):
+    for one in (read_usage(part, is_fresh=True) for part in _find_separate_bills(raw)):
         if one is not None:
             given = (given or 0) + (one["input_tokens"] or 0)
             made = (made or 0) + (one["output_tokens"] or 0)
@@ -274,7 +274,7 @@ def _add_iterations(
     return given, made, read, written
 
 
-def _billed_apart(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _find_separate_bills(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     iterations = raw.get("iterations")
     return [
         {key: value for key, value in one.items() if key != "iterations"}

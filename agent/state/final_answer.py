@@ -15,7 +15,7 @@ FINAL_ANSWER = "final_answer"
 CANNOT_COMPLETE = "cannot_complete"
 RESERVED_TOOLS = frozenset({FINAL_ANSWER, CANNOT_COMPLETE})
 
-_TEXT_OF = {FINAL_ANSWER: "answer", CANNOT_COMPLETE: "reason"}
+_TEXT_ARGUMENTS = {FINAL_ANSWER: "answer", CANNOT_COMPLETE: "reason"}
 
 
 class FinalAnswer(NamedTuple):
@@ -61,7 +61,7 @@ def parse_final_answer(name: str, arguments: str) -> FinalAnswer | None:
     """Read a call of a reserved tool; None for other tools and for unusable arguments."""
     match name:
         case "final_answer" | "cannot_complete":
-            text = _text(arguments, _TEXT_OF[name])
+            text = _text(arguments, _TEXT_ARGUMENTS[name])
             return FinalAnswer(name, text) if text else None
     return None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent.messages.message import NON_CHAT_CALLS, ExchangeEvent, Message
-from agent.wires.thread import Thread
+from agent.wires.thread import ReplyPlace, Thread
 from agent.wires.threads import Threads
 
 BEFORE_COMPACTION = "before compaction"
@@ -34,16 +34,16 @@ class AgentConversation:
 
     thread: Thread
     messages: list[Message]
-    replies: list[tuple[int, int]]
-    """The position among the messages and the call number of each recorded reply."""
+    replies: list[ReplyPlace]
+    """The places of the recorded replies."""
     tools: list[dict[str, Any]]
-    """The schemas of all tools that its calls offered; the latest one of each name."""
+    """The schemas of all tools that calls of the conversation offered; the latest of each name."""
     has_tools: bool
-    """Whether its last call offered tools."""
+    """Whether the last call of the conversation offered tools."""
     name: str = ""
     """The kind of conversation; "" for the main one."""
     is_follow_up: bool = False
-    """Whether it ends with a call about another conversation that had already ended."""
+    """Whether the conversation ends with a call about another one that had already ended."""
     new_calls: set[int] = field(default_factory=set)
     """The numbers of the calls that are part of no conversation before this one."""
 
@@ -55,7 +55,7 @@ class AgentConversation:
     @property
     def call_numbers(self) -> list[int]:
         """The numbers of its calls."""
-        return [number for _, number in self.replies]
+        return [reply.number for reply in self.replies]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,8 @@ def _one_per_thread(threads: Threads) -> list[AgentConversation]:
     conversations = []
     for number in last.values():
         thread, end = threads.thread_and_end(number)
-        replies = [reply for reply in thread.replies if reply[0] < end]
-        offered = [threads.offered_tools(number) for _, number in replies]
+        replies = [reply for reply in thread.replies if reply.position < end]
+        offered = [threads.offered_tools(reply.number) for reply in replies]
         conversations.append(
             AgentConversation(
                 thread=thread,
@@ -212,7 +212,7 @@ class _Candidate:
 
     conversation: AgentConversation
     similarity: int
-    """How clearly it begins with the task, 0 to 3; see `_similarity`."""
+    """The similarity of a conversation's beginning to the task, 0 to 3; see `_similarity`."""
 
     @property
     def begins_with_task_and_tools(self) -> bool:
@@ -289,7 +289,7 @@ def _similarity(conversation: AgentConversation, prompt: str) -> int:
 
 def _opening(conversation: AgentConversation) -> list[str]:
     """The texts of the user before the first reply."""
-    first = conversation.replies[0][0]
+    first = conversation.replies[0].position
     messages = conversation.messages[:first]
     return [message["content"] for message in messages if message["role"] == "user"]
 

@@ -22,7 +22,7 @@ from batch_trajectories.basics import exact_json
 
 _READ_ELSEWHERE = frozenset({"model", "messages", "system", "tools", "stream", "metadata"})
 
-_RUN_BY_AGENTS = ("bash_", "text_editor_", "computer_", "memory_", "tool_search_tool_")
+_AGENT_TOOL_PREFIXES = ("bash_", "text_editor_", "computer_", "memory_", "tool_search_tool_")
 """Beginnings of the types of tools that Anthropic defines and the agent runs."""
 
 
@@ -182,7 +182,7 @@ def _read_user(content: Any, calls: CallsInOrder) -> list[Message]:
 
 def _read_tool(tool: Mapping[str, Any]) -> Schemas:
     kind, name = str(tool.get("type") or "custom"), str(tool.get("name") or "")
-    if kind != "custom" and not kind.startswith(_RUN_BY_AGENTS):
+    if kind != "custom" and not kind.startswith(_AGENT_TOOL_PREFIXES):
         return name or kind
     return [function_tool(name, tool.get("description"), tool.get("input_schema"))]
 

@@ -47,9 +47,9 @@ _READ_ELSEWHERE = frozenset(
     }
 )
 
-_REFERENCE = "item_reference"
+_REFERENCE_TYPE = "item_reference"
 
-_RUN_BY_PROVIDER = (
+_PROVIDER_TOOL_PREFIXES = (
     "web_search",
     "file_search",
     "code_interpreter",
@@ -110,8 +110,8 @@ class ResponsesWire(Wire):
     def has_read_earlier(self, request: WireRequest, reply: Mapping[str, Any]) -> bool:
         """See `Wire.has_read_earlier`."""
         # Servers that ignore the id do not repeat it, or give null.
-        repeated = reply.get("previous_response_id", request.follows), conversation_id_in(reply)
-        return not request.follows or request.follows in repeated
+        repeated_ids = reply.get("previous_response_id", request.follows), conversation_id_in(reply)
+        return not request.follows or request.follows in repeated_ids
 
     def write_stream(self, body: Mapping[str, Any]) -> list[bytes]:
         """See `Wire.write_stream`."""
@@ -166,13 +166,13 @@ def _stream_events(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"type": "response.in_progress", "response": begun}
     for n, item in enumerate(body.get("output") or ()):
         yield {"type": "response.output_item.added", "output_index": n, "item": _begin_item(item)}
-        for event in _events_of_item(item):
+        for event in _item_events(item):
             yield {"item_id": item.get("id", ""), "output_index": n, **event}
         yield {"type": "response.output_item.done", "output_index": n, "item": item}
     yield {"type": f"response.{body.get('status', 'completed')}", "response": dict(body)}
 
 
-_EMPTY: Mapping[str, Mapping[str, Any]] = {
+_EMPTY_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "message": {"content": [], "status": "in_progress"},
     "reasoning": {"summary": []},
     "function_call": {"arguments": "", "status": "in_progress"},
@@ -182,10 +182,10 @@ _EMPTY: Mapping[str, Mapping[str, Any]] = {
 
 
 def _begin_item(item: Mapping[str, Any]) -> dict[str, Any]:
-    return {**item, **_EMPTY.get(str(item.get("type")), {})}
+    return {**item, **_EMPTY_FIELDS.get(str(item.get("type")), {})}
 
 
-def _events_of_item(item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _item_events(item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     match item:
         case {"type": "message", "content": list(parts)}:
             for n, part in enumerate(objects_among(parts)):
@@ -224,7 +224,7 @@ def _events_of_item(item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _referenced_id(item: Any) -> str:
     """The id of the item that a reference names; "" if `item` is no reference."""
-    if not isinstance(item, dict) or item.get("type") != _REFERENCE:
+    if not isinstance(item, dict) or item.get("type") != _REFERENCE_TYPE:
         return ""
     return str(item.get("id") or "")
 
@@ -233,7 +233,7 @@ def _group_replies(items: Sequence[dict[str, Any]]) -> list[Any]:
     """Put the items of each reply together in a list."""
     pieces: list[Any] = []
     for item in items:
-        if not is_assistants(item):
+        if not is_reply_item(item):
             pieces.append(item)
         elif pieces and isinstance(pieces[-1], list):
             pieces[-1].append(item)
@@ -242,7 +242,7 @@ def _group_replies(items: Sequence[dict[str, Any]]) -> list[Any]:
     return pieces
 
 
-def is_assistants(item: Mapping[str, Any]) -> bool:
+def is_reply_item(item: Mapping[str, Any]) -> bool:
     """Whether an item is part of a model's reply."""
     kind = item.get("type")
     if kind is None or kind == "message":
@@ -278,7 +278,7 @@ def _read_part(raw: Any, calls: CallsInOrder) -> list[Message]:
         content = _message("tool", raw.get("output") or "")
         result = Message(role="tool", tool_call_id=id, name=calls.name(id), content="")
         return [{**result, "is_error": False, **content}]
-    if kind == _REFERENCE:
+    if kind == _REFERENCE_TYPE:
         return [unknown_earlier_message(API, _referenced_id(raw))]
     message = Message(role="user", content=_placeholder(raw))
     message["provider_blocks"] = {"api": API, "blocks": [raw]}
@@ -299,9 +299,9 @@ def _read_tool(tool: Mapping[str, Any]) -> Schemas:
     if kind == "custom":
         return [custom_tool(tool)]
     if kind == "namespace":
-        read = [_read_tool(one) for one in require_objects(tool.get("tools") or [], "tools")]
-        return [schema for one in read if not isinstance(one, str) for schema in one]
-    if kind.startswith(_RUN_BY_PROVIDER):
+        nested = [_read_tool(one) for one in require_objects(tool.get("tools") or [], "tools")]
+        return [schema for schemas in nested if not isinstance(schemas, str) for schema in schemas]
+    if kind.startswith(_PROVIDER_TOOL_PREFIXES):
         return str(tool.get("server_label") or kind)
     return [function_tool(name or kind, tool.get("description"), tool.get("parameters"))]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.messages.message import Message, ToolCall, hides_reasoning
 from agent.wires.reading import CallsInOrder, message_digest, order_by_calls, runs_of_results
@@ -115,18 +115,27 @@ def _is_same_call(one: ToolCall, other: ToolCall) -> bool:
     return bool(read[0] == read[1])
 
 
+class ReplyPlace(NamedTuple):
+    """The place of a recorded reply in a conversation."""
+
+    position: int
+    """The index of the reply among the messages."""
+    number: int
+    """The number of the call that the reply answers."""
+
+
 class Thread:
     """The messages of one thread, and which of them are replies of recorded calls."""
 
     def __init__(self, number: int, parent: Thread | None = None, shared: int = 0) -> None:
         self.number = number
         self.messages: list[Message] = parent.messages[:shared] if parent else []
-        self.replies: list[tuple[int, int]] = []
-        """The position among the messages and the call number of each recorded reply, in order."""
+        self.replies: list[ReplyPlace] = []
+        """The places of the recorded replies, in order."""
         self.tools: list[dict[str, Any]] = parent.tools if parent else []
         """The tool schemas of the latest call."""
         if parent is not None:
-            self.replies = [reply for reply in parent.replies if reply[0] < shared]
+            self.replies = [reply for reply in parent.replies if reply.position < shared]
         patches = parent.patches.items() if parent else ()
         self.patches: Patches = {at: patch for at, patch in patches if at < shared}
         """The patches of the latest call."""
@@ -154,7 +163,7 @@ class Thread:
         """Count the recorded replies among the first `end` messages."""
         if end == len(self.messages):
             return len(self.replies)
-        return sum(at < end for at, _ in self.replies)
+        return sum(reply.position < end for reply in self.replies)
 
 
 def move_before_results(messages: Sequence[Message], end: int) -> int:

@@ -31,6 +31,7 @@ from agent.wires.base import Wire
 from agent.wires.reading import CallsInOrder, message_digest
 from agent.wires.thread import (
     Patches,
+    ReplyPlace,
     Thread,
     apply_changes,
     count_common,
@@ -55,9 +56,9 @@ class _Reply(NamedTuple):
     """A recorded reply, with its calls as the agent got them."""
 
     number: int
-    """The number of its call."""
+    """The number of the call that the reply answers."""
     at: int
-    """The position in its thread."""
+    """The position of the reply in its thread."""
     digests: list[bytes]
     """The digests of the messages of its thread."""
     text: str
@@ -411,12 +412,12 @@ class Threads:
         repeated = {at: call for at, call in event.get("echoes", ())}  # noqa: C416 - lists of two
         for n, message in enumerate(self.parts.restore(event["added"])):
             if n in repeated:
-                thread.replies.append((len(thread.messages), repeated[n]))
+                thread.replies.append(ReplyPlace(len(thread.messages), repeated[n]))
                 message = self.exchanges[repeated[n]]["reply"]["message"]
             thread.messages.append(message)
         self._previous_with_ids.append(self._last_with_ids(number for _, number in thread.replies))
         self._has_ids = self._has_ids or has_ids(event["reply"])
-        thread.replies.append((len(thread.messages), event["number"]))
+        thread.replies.append(ReplyPlace(len(thread.messages), event["number"]))
         thread.messages.append(event["reply"]["message"])
         thread.tools = event.get("tools", thread.tools)
         change = {at: patch for at, patch in event.get("shown", ())}  # noqa: C416 - lists of two
@@ -497,7 +498,7 @@ class Threads:
             shared = limit if theirs[:limit] == digests[:limit] else count_common(theirs, digests)
             for one in (thread.messages, messages):
                 shared = move_before_results(one, shared)
-            is_live = bool(thread.replies) and thread.replies[-1][1] in self.live
+            is_live = bool(thread.replies) and thread.replies[-1].number in self.live
             if (mine := (shared, shared == len(theirs), is_live)) > rank:
                 best, rank = thread, mine
         return best, rank[0]

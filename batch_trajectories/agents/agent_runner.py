@@ -53,7 +53,7 @@ from batch_trajectories.engine.worker.task_runner import AgentTask
 from batch_trajectories.engine.worker.workspaces import Workspaces
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult, Sandbox, SandboxError
-from toolsets.sandbox.factory import sandbox_kind
+from toolsets.sandbox.factory import find_sandbox_class
 from toolsets.sandbox.programs import make_forward_command
 from toolsets.workspace.removal import remove_tree
 
@@ -83,7 +83,7 @@ def failure_hints(
 
 def _hidden_files(agent: CommandAgent, config: RunConfig) -> list[Path]:
     """Find the files of this machine that the agent's command names and its sandbox lacks."""
-    if config.uses_images or not sandbox_kind(config.sandbox).is_isolated:
+    if config.uses_images or not find_sandbox_class(config.sandbox).is_isolated:
         return []
     visible = [*map(Path, find_agent_program(agent, config).binds), Path("/usr")]
     named = [Path(word).absolute() for word in agent.command[1:] if _is_name(word)]
@@ -256,7 +256,7 @@ class AgentRunner:
             route=route,
             trajectory=task.trajectory,
             journal=task.journal,
-            kept=task.kept,
+            wait_until_persisted=task.wait_until_persisted,
             limits=replace(CallLimits.from_options(options), repeats=options.repeat_limit),
             volatile=task.agent.volatile_values,
             is_stopping=lambda: self._stops.is_stopping,
@@ -270,7 +270,7 @@ class AgentRunner:
         """Run the agent for the task, and again for each further message of the user."""
         config, agent = self._config, task.agent
         installed = find_agent_program(agent, config)
-        async with _home_beside(task.context.workspace.root) as beside:
+        async with _make_home(task.context.workspace.root) as beside:
             access = await self._serve(task, gateway, beside)
             extras = sandbox_extras(
                 installed,
@@ -287,7 +287,7 @@ class AgentRunner:
                 if config.uses_images and agent.version_command:
                     agent = await self._ask_version(agent, sandbox)
                 if not home:
-                    home = HOME if sandbox_kind(config.sandbox).is_isolated else str(beside)
+                    home = HOME if find_sandbox_class(config.sandbox).is_isolated else str(beside)
                 start = _Start(
                     agent=agent,
                     sandbox=sandbox,
@@ -306,7 +306,7 @@ class AgentRunner:
 
     async def _serve(self, task: AgentTask, gateway: Gateway, beside: Path) -> _Access:
         """Have the gateway listen where the sandbox can reach it; `beside` may get the socket."""
-        kind = sandbox_kind(self._config.sandbox)
+        kind = find_sandbox_class(self._config.sandbox)
         shares_loopback = not kind.has_own_loopback and self._spaces.has_network(task.row)
         if not kind.is_isolated or shares_loopback:
             port, key = await gateway.serve_tcp()
@@ -360,7 +360,7 @@ class AgentRunner:
             setup=task.setup,
             context=task.context,
             journal=task.journal,
-            kept=task.kept,
+            wait_until_persisted=task.wait_until_persisted,
             config=self._config,
             calls=self._calls,
             stops=self._stops,
@@ -452,7 +452,7 @@ def _is_cut_off(task: AgentTask, relay: Relay, result: ExecResult) -> bool:
 
 
 @asynccontextmanager
-async def _home_beside(root: Path) -> AsyncIterator[Path]:
+async def _make_home(root: Path) -> AsyncIterator[Path]:
     """Make a directory beside a workspace for the time of one start."""
     path = root.with_name(f"{root.name}.agent")
     if os.path.lexists(path):
@@ -557,7 +557,7 @@ def further_messages(
     setup: Setup,
     context: ToolContext,
     journal: Journal,
-    kept: WaitUntilPersisted,
+    wait_until_persisted: WaitUntilPersisted,
     config: RunConfig,
     calls: Calls,
     stops: StopSignal,
@@ -566,7 +566,7 @@ def further_messages(
     """Make the function that returns the next message of the row or of its simulated user."""
 
     def gated(model: Model) -> StoppableModel:
-        return StoppableModel(stops, model, kept)
+        return StoppableModel(stops, model, wait_until_persisted)
 
     home = AgentServices(
         setup,
@@ -574,7 +574,7 @@ def further_messages(
         calls.pool,
         config.tool_timeout_s,
         wrap_model=gated,
-        wait_until_persisted=kept,
+        wait_until_persisted=wait_until_persisted,
     )
     return ConversationRunner(
         trajectory=trajectory,

@@ -38,7 +38,7 @@ from toolsets.mcp.mcp_settings import McpError, McpServer, ServerName
 from toolsets.mcp.servers import McpServers, list_servers
 from toolsets.net.web_settings import WebSettings
 from toolsets.sandbox.base import Sandbox, SandboxError
-from toolsets.sandbox.factory import sandbox_kind, sandbox_problem
+from toolsets.sandbox.factory import find_sandbox_class, sandbox_problem
 
 log = logging.getLogger("run_agent")
 
@@ -138,7 +138,7 @@ class AIAgent:
         if approve_calls is not None:
             common = replace(common, approve=approve_calls)
         # An unknown name is refused also if no tool runs commands.
-        kind = sandbox_kind(sandbox)
+        kind = find_sandbox_class(sandbox)
         runs_commands = bool(common.sandboxed_toolsets())
         if runs_commands:
             _prepare_sandbox(sandbox, kind)

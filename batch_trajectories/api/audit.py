@@ -14,7 +14,7 @@ from batch_trajectories.basics.text import plural
 from batch_trajectories.engine.plan import Plan, refuse_bad_rows, warn
 from batch_trajectories.engine.run_totals import compute_totals
 from batch_trajectories.engine.supervisor.run import run_batch
-from toolsets.sandbox.factory import sandbox_kind
+from toolsets.sandbox.factory import find_sandbox_class
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class AuditEnd:
     exit_code: int
     """0: all tasks are sound; 1: some are not; else the exit code of a run."""
     reason: str | None
-    """Why `exit_code` is neither 0 nor 1, and what to do next."""
+    """The reason why `exit_code` is neither 0 nor 1, and what to do next."""
 
     def as_table(self) -> str:
         """The verdicts with the number of rows and advice, as lines."""
@@ -57,7 +57,7 @@ def audit(
     `plan` is made from a config by `audited`. Raises what `start` raises.
     """
     warn(plan, say)
-    if plan.sandbox is not None and not sandbox_kind(plan.sandbox).is_isolated:
+    if plan.sandbox is not None and not find_sandbox_class(plan.sandbox).is_isolated:
         say(f"--sandbox={plan.sandbox} does not isolate: forged results are not tried")
     refuse_bad_rows(plan, say)
     with open_planned_run(plan, fresh=fresh, accept_config_change=accept_config_change) as run_dir:

@@ -34,7 +34,7 @@ from batch_trajectories.records.records import parse_record
 if TYPE_CHECKING:
     from batch_trajectories.export.conversation.style import Style
 
-_IDS_SHOWN = 5
+_MAX_LISTED_IDS = 5
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -50,9 +50,9 @@ class RunEnd:
     """The exit code of the command: 0 complete, 1 some tasks failed, 3 out of budget, 4 stopped by
     the environment, 7 stopped by `stop_if`, 128 plus the signal's number if a signal stopped it."""
     reason: str | None
-    """Why `exit_code` is neither 0 nor 1, and what to do next."""
+    """The reason why `exit_code` is neither 0 nor 1, and what to do next."""
     stopped_by: str | None
-    """Why the environment or the budget stopped the run; None if neither did."""
+    """The reason why the environment or the budget stopped the run; None if neither did."""
     signal: int | None
     """The number of the signal that stopped the run; None without one."""
     is_out_of_budget: bool
@@ -235,7 +235,7 @@ def _task_keys(scan: Scan, ids: Collection[str]) -> set[bytes]:
     wanted = set(ids)
     keys = {task.id: task.key for task in tasks(scan) if task.id in wanted}
     if missing := sorted(wanted - keys.keys()):
-        named = first_few([*map(repr, missing)], _IDS_SHOWN)
+        named = first_few([*map(repr, missing)], _MAX_LISTED_IDS)
         raise ConfigError(
             f"only: {scan.path} has no task {named}; `open_run(...).tasks()` gives the ids"
         )

@@ -21,9 +21,9 @@ from batch_trajectories.dataset.scan import Scan, tasks
 from batch_trajectories.engine.origin import describe_received
 from batch_trajectories.engine.run_dir import (
     find_run_dir,
+    list_run_names,
     read_holder,
     read_run_json,
-    runs_in,
     was_started_here,
 )
 from batch_trajectories.engine.run_totals import (
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from batch_trajectories.engine.hopeless import SignSeen
     from batch_trajectories.engine.stopping import StoppingRule
 
-_RUNS_SHOWN = 10
-_IDS_SHOWN = 10
+_MAX_LISTED_RUNS = 10
+_MAX_LISTED_IDS = 10
 _LAST_BYTES = 8 << 20
 
 
@@ -80,8 +80,8 @@ def open_run(
     output_dir = Path(output_dir)
     path = find_run_dir(run, output_dir)
     if not path.exists():
-        runs = runs_in(output_dir)
-        known = f" Runs in {output_dir}: {first_few(runs, _RUNS_SHOWN)}." if runs else ""
+        runs = list_run_names(output_dir)
+        known = f" Runs in {output_dir}: {first_few(runs, _MAX_LISTED_RUNS)}." if runs else ""
         place = run if "/" in str(run) else output_dir / run
         raise RunDirError(
             f"{place}: there is no such run.{known} --output_dir names another directory"
@@ -370,7 +370,7 @@ class StoredRun:
                 f"{self.path}: no conversation that has ended has the id {wanted!r}, or an id that "
                 f"begins so. `show {self.path.name}`, the training file and the report list ids."
             )
-        shown = first_few(longer, _IDS_SHOWN)
+        shown = first_few(longer, _MAX_LISTED_IDS)
         return f"{self.path}: several ids begin with {wanted!r}: {shown}; give a complete id"
 
 

@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from batch_trajectories.dataset.columns import Files, Reading, Variables, read_value
+from batch_trajectories.dataset.columns import Files, ValuePermissions, Variables, read_value
 
 COLUMN = "reference"
 _KEYS = frozenset(("patch", "reverse", "commit", "files", "command", "env"))
@@ -59,7 +59,7 @@ def read_reference(
     `inside`: the workspace is a directory of the row's image. `variables` are the variables of this
     machine that the row may name.
     """
-    reading = Reading(inside, variables)
+    permissions = ValuePermissions(in_image=inside, variables=variables)
     raw = columns.get(COLUMN)
     name = COLUMN
     if not isinstance(raw, dict) or not raw.keys() <= _KEYS:
@@ -72,13 +72,13 @@ def read_reference(
             raw["command"] = command
     raw = {key: value for key, value in raw.items() if value is not None}
     patch, command = raw.get("patch"), raw.get("command")
-    files, removed = _read_commit(raw.get("commit"), reading)
-    files |= read_value(Files, raw.get("files", {}), name, reading)
+    files, removed = _read_commit(raw.get("commit"), permissions)
+    files |= read_value(Files, raw.get("files", {}), name, permissions)
     if not isinstance(patch, str | None) or not isinstance(command, str | None):
         raise ValueError(f"`{name}`: patch and command must be text")
     if not (patch and patch.strip()) and not files and not removed and not command:
         return None
-    env = read_value(Variables, raw.get("env", {}), f"{name}.env", reading)
+    env = read_value(Variables, raw.get("env", {}), f"{name}.env", permissions)
     return Reference(
         patch=patch or None,
         is_reversed=raw.get("reverse") is True,
@@ -89,7 +89,9 @@ def read_reference(
     )
 
 
-def _read_commit(raw: Any, reading: Reading) -> tuple[dict[str, bytes], tuple[str, ...]]:
+def _read_commit(
+    raw: Any, permissions: ValuePermissions
+) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """The files that a commit writes, and the paths that it removes."""
     changes = raw.get("file_diffs") if isinstance(raw, dict) else None
     files: dict[str, str] = {}
@@ -103,7 +105,7 @@ def _read_commit(raw: Any, reading: Reading) -> tuple[dict[str, bytes], tuple[st
             files[path] = content
         else:
             removed.append(path)
-    return read_value(Files, files, f"{COLUMN}.commit", reading), tuple(removed)
+    return read_value(Files, files, f"{COLUMN}.commit", permissions), tuple(removed)
 
 
 def _solved_files(patch: str, *, is_reversed: bool) -> Iterator[tuple[str, SolvedFile]]:

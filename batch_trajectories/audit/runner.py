@@ -23,7 +23,7 @@ from batch_trajectories.engine.worker.task_runner import TaskRunner, Work
 from batch_trajectories.engine.worker.workspace_setup import SetupFailed, run_command
 from toolsets.context import ToolContext
 from toolsets.sandbox.commands import require_sandbox
-from toolsets.sandbox.factory import sandbox_kind
+from toolsets.sandbox.factory import find_sandbox_class
 
 # Scripts that forge the result of a check, as an agent could that wants to avoid its task.
 #
@@ -177,7 +177,7 @@ def can_forge(config: RunConfig) -> bool:
 
     The scripts write wherever they may: over programs, and into the packages of each Python.
     """
-    return sandbox_kind(config.sandbox).is_isolated
+    return find_sandbox_class(config.sandbox).is_isolated
 
 
 async def forge(context: ToolContext, row: RowTask, way: str) -> list[str]:
@@ -229,7 +229,7 @@ class AuditRunner(TaskRunner):
             facts["not_tried"] = NOT_TRIED
             return
         begun = time.monotonic()
-        await self._prepared(work)
+        await self._prepare_workspace(work)
         facts["setup_s"] = round(time.monotonic() - begun, 3)
         if step.name == "leak":
             facts["found"] = await find_leaks(work.context, row, reference, expected)

@@ -11,10 +11,10 @@ from batch_trajectories.engine.worker.workspace_setup import SetupFailed, run_co
 from toolsets.context import ToolContext
 from toolsets.sandbox.commands import require_sandbox
 
-_SHOWN = 2000
+_MAX_OUTPUT_CHARS = 2000
 # `safe.directory`: the files may belong to another user than commands. Outside of a repository
 # `git apply` works on the files alone.
-_APPLY = (
+_APPLY_SCRIPT = (
     "export LC_ALL=C GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory 'GIT_CONFIG_VALUE_0=*'; "
     'cd "$(git rev-parse --show-toplevel 2>/dev/null || pwd)" && '
     'git apply --whitespace=nowarn "$@" -'
@@ -26,7 +26,7 @@ class NotApplied(Exception):
 
 
 async def solve(context: ToolContext, reference: Reference) -> dict[str, Any] | None:
-    """Apply the solution; returns how its command ended, None without a command.
+    """Apply the solution; return the exit code and output of its command, None without a command.
 
     Raises `NotApplied` with the reason. The exit code of the command does not matter: the check
     decides whether the task is solved.
@@ -41,7 +41,7 @@ async def solve(context: ToolContext, reference: Reference) -> dict[str, Any] | 
         if reference.command is not None:
             exports = "".join(f"export {k}={shlex.quote(v)}; " for k, v in reference.env.items())
             result = await run_command(context, reference.command, exports)
-            output = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
+            output = clip((result.stderr or result.stdout).strip(), max_chars=_MAX_OUTPUT_CHARS)
             if result.timed_out:
                 raise NotApplied(f"it timed out after {result.duration_s:.0f} s: {output}")
             return {"exit_code": result.exit_code, "said": output}
@@ -52,6 +52,8 @@ async def solve(context: ToolContext, reference: Reference) -> dict[str, Any] | 
 
 async def apply_patch(context: ToolContext, patch: bytes, *options: str) -> None:
     """Apply a patch to the repository that holds a workspace. Raises `NotApplied`."""
-    result = await require_sandbox(context).exec(["sh", "-c", _APPLY, "sh", *options], stdin=patch)
+    result = await require_sandbox(context).exec(
+        ["sh", "-c", _APPLY_SCRIPT, "sh", *options], stdin=patch
+    )
     if result.exit_code != 0:
-        raise NotApplied(f"git apply: {clip(result.stderr.strip(), max_chars=_SHOWN)}")
+        raise NotApplied(f"git apply: {clip(result.stderr.strip(), max_chars=_MAX_OUTPUT_CHARS)}")

@@ -57,7 +57,7 @@ _JEST = re.compile(r"^Tests: +([^\n]*\btotal)", re.MULTILINE)
 
 
 def explain_hollow_pass(check: dict[str, Any], command: str = "") -> str | None:
-    """Why a check that passed has tested nothing; None if it has, or if this is unknown.
+    """The reason why a check that passed has tested nothing; None if it has, or if this is unknown.
 
     `check` is the result of `run_check`, `command` is the command of the check.
     """
@@ -117,10 +117,10 @@ WHAT_TO_DO = {
 }
 """The verdicts, the most serious first, each with advice for the user."""
 
-_NEAR = 0.8
+_NEAR_LIMIT_SHARE = 0.8
 """A check that takes this share of its time limit is too slow on a busy machine."""
-_SHOWN = 1500
-_LEAKS_SHOWN = 3
+_MAX_MESSAGE_CHARS = 1500
+_MAX_LISTED_LEAKS = 3
 _STEPS = get_args(Name)
 
 
@@ -195,7 +195,7 @@ def read_step(record: Record) -> dict[str, Any]:
     if step == audit_step(0):
         part |= {"digest": task_digest(record.row), "image": record.image}
     if record.error is not None:
-        message = clip(record.error.message or "", max_chars=_SHOWN)
+        message = clip(record.error.message or "", max_chars=_MAX_MESSAGE_CHARS)
         part["error"] = {"class": record.error.error_class, "message": message}
     if record.check is not None:
         part["check"] = record.as_dict()["check"]
@@ -248,7 +248,9 @@ def _find_defects(parts: Sequence[dict[str, Any]]) -> Iterator[TaskVerdict]:
         message = _check(part).get("error") or ""
         if "it timed out" in message:
             yield TaskVerdict("too_slow", f"{_step_name(part)}: {message}")
-        elif (limit := part.get("limit_s")) and _check(part).get("duration_s", 0) > _NEAR * limit:
+        elif (limit := part.get("limit_s")) and _check(part).get(
+            "duration_s", 0
+        ) > _NEAR_LIMIT_SHARE * limit:
             took = _check(part)["duration_s"]
             yield TaskVerdict("too_slow", f"{_step_name(part)}: {took:.1f} s of {limit:g} s")
     groups = [untouched, *([solved] if has_reference else [])]
@@ -267,7 +269,9 @@ def _find_defects(parts: Sequence[dict[str, Any]]) -> Iterator[TaskVerdict]:
         yield TaskVerdict("reference_fails", _describe_end(solved[0]))
     leaks = [leak for part in by_step["leak"] for leak in part.get("found", ())]
     if leaks:
-        yield TaskVerdict("leaks_fix", "; ".join(leak["what"] for leak in leaks[:_LEAKS_SHOWN]))
+        yield TaskVerdict(
+            "leaks_fix", "; ".join(leak["what"] for leak in leaks[:_MAX_LISTED_LEAKS])
+        )
     # If the untouched workspace passes, no forged file is needed.
     forged = [part for part in by_step["tamper"] if _outcome(part) == "passed"]
     if forged and _outcome(untouched[0]) != "passed":
@@ -302,7 +306,7 @@ def step_result(part: Mapping[str, Any]) -> str:
         return f"not tried: {why}"
     if part["step"] == "leak":
         leaks = part.get("found") or ()
-        return "; ".join(leak["what"] for leak in leaks[:_LEAKS_SHOWN]) or "no leak found"
+        return "; ".join(leak["what"] for leak in leaks[:_MAX_LISTED_LEAKS]) or "no leak found"
     if part["step"] == "reference" and not part["has_reference"]:
         return "the row has no solution"
     outcome = _outcome(part)

@@ -49,7 +49,7 @@ class StoredFile(NamedTuple):
     """An object of a bucket."""
 
     name: str
-    """The name below the URL of its bucket."""
+    """The name of the object below the URL of the bucket."""
     size: int
     version: str
     """The ETag, which changes with the content."""

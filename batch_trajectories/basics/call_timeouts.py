@@ -27,7 +27,7 @@ class CallTimeouts:
         timeout = asyncio.timeout(None)
         self._ends[timeout] = end = loop.time() + self.timeout_s
         if self._timer is None:
-            self._timer = loop.call_at(end, self._cut_off)
+            self._timer = loop.call_at(end, self._end_late_calls)
         return timeout
 
     def end(self, timeout: asyncio.Timeout) -> None:
@@ -40,12 +40,12 @@ class CallTimeouts:
             self._timer.cancel()
             self._timer = None
 
-    def _cut_off(self) -> None:
+    def _end_late_calls(self) -> None:
         loop = asyncio.get_running_loop()
         self._timer = None
         for timeout, end in list(self._ends.items()):
             if end > loop.time():
-                self._timer = loop.call_at(end, self._cut_off)
+                self._timer = loop.call_at(end, self._end_late_calls)
                 return
             del self._ends[timeout]
             timeout.reschedule(end)

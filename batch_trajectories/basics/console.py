@@ -26,7 +26,7 @@ def say(message: str) -> None:
 
 
 WARNING = "WARNING: "
-"""Lines of results that begin with it are red on a terminal."""
+"""The beginning of lines that are red on a terminal."""
 
 
 def show(result: str) -> None:

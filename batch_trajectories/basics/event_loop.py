@@ -1,4 +1,4 @@
-"""Running a coroutine in a process whose signals have handlers that raise."""
+"""Runs a coroutine in a process whose signal handlers raise exceptions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ T = TypeVar("T")
 def run_coroutine(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end. A signal that stops the program cancels it.
 
-    Then the handler that the signal has is called, which usually raises. Must be called in the main
+    After that, the handler of the signal is called, which usually raises. Call this in the main
     thread.
     """
-    # A handler that raises within the event loop ends whatever step it meets. Its task is then
-    # woken by nobody, and the loop waits for this task without end.
+    # A handler that raises inside the event loop interrupts the step that happens to run. Nothing
+    # then wakes the task of that step, and the loop waits for it without end.
     handlers = {
         number: handler for number in STOPPING if callable(handler := signal.getsignal(number))
     }
@@ -42,10 +42,11 @@ def run_coroutine(main: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError:
         for number in received[:1]:
             handlers[number](number, None)
-        raise
+        raise  # cancelled by somebody else, or the handler did not raise
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    # The coroutine may have ended in spite of the cancellation.
     for number in received[:1]:
         handlers[number](number, None)
     return result

@@ -195,17 +195,17 @@ class LogLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(record.created))
-        sentence = _in_one_line(record.getMessage())
+        sentence = _escape_lines(record.getMessage())
         if record.name.partition(".")[0] not in _OWN_LOGGERS:
             sentence = f"{record.name}: {sentence}"
         worker = "" if record.processName == "MainProcess" else f" ({record.processName})"
         lines = [f"{at}.{record.msecs:03.0f}Z {record.levelname} {sentence}{worker}"]
         if record.exc_info:
             lines += self.formatException(record.exc_info).split("\n")
-        return "\n    ".join(_in_one_line(line) for line in lines)
+        return "\n    ".join(_escape_lines(line) for line in lines)
 
 
-def _in_one_line(text: str) -> str:
+def _escape_lines(text: str) -> str:
     return _NOT_IN_LINES.sub(
         lambda found: "\\n" if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text
     )
@@ -240,7 +240,7 @@ _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.S
 
 
 def fork_if_init() -> None:
-    """If this is process 1, continue in a child, while process 1 waits for all children.
+    """Continue in a child if this is process 1, which then waits for all children.
 
     Call it before anything is open or running. Waiting for any child would take away exit statuses
     from code that has started children itself, so this needs a process of its own.

@@ -35,7 +35,7 @@ PACKAGES = (
 
 
 def check_requirements(program: str) -> None:
-    """If the interpreter cannot run `program`, say what to do and exit with 2."""
+    """Say what to do and exit with 2 if the interpreter cannot run `program`."""
     problem = requirements_problem(program, sys.version_info[:2])
     if problem is not None:
         sys.stderr.write("error: " + problem + "\n")

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from batch_trajectories.basics.text import clip
 
-_SHOWN_CHARS = 200
+_MAX_VALUE_CHARS = 200
 
 UNKNOWN_KEY = "extra_forbidden"
 """The kind of a mistake: no field has that name."""
@@ -129,7 +129,7 @@ class Mistake(NamedTuple):
         """The reason, and the value that was given; without the value if a key is missing."""
         if self.kind == "missing":
             return self.reason
-        return f"{self.reason} (got {clip(repr(self.value), max_chars=_SHOWN_CHARS)})"
+        return f"{self.reason} (got {clip(repr(self.value), max_chars=_MAX_VALUE_CHARS)})"
 
 
 def mistakes_in(error: ValidationError) -> list[Mistake]:

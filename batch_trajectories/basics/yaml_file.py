@@ -187,7 +187,7 @@ def _compose(content: bytes) -> yaml.Node | None:
     try:
         loader = _Composer(text)
     except yaml.reader.ReaderError as error:
-        raise _error_behind(
+        raise _make_end_error(
             f"the character U+{ord(text[error.position]):04X} is not allowed",
             text[: error.position],
         ) from error
@@ -197,7 +197,7 @@ def _compose(content: bytes) -> yaml.Node | None:
         loader.dispose()
 
 
-def _error_behind(problem: str, before: str) -> yaml.MarkedYAMLError:
+def _make_end_error(problem: str, before: str) -> yaml.MarkedYAMLError:
     """An error at the end of the text `before`."""
     line = before.count("\n")
     column = len(before) - before.rfind("\n") - 1

@@ -86,22 +86,22 @@ class BatchJob:
     model: str
     """The name of the model's settings; see `model_label`."""
     ids: list[str]
-    """The ids of its calls, as workers know them."""
+    """The ids of the calls in the job, as workers know them."""
     reserves: list[list[Any]] = field(default_factory=list)
     """Dollars and tokens reserved for each call; empty without a budget."""
     state: State = "gathered"
     sent_at: float = 0.0
     """The time just before the provider was asked to create the batch, in epoch seconds."""
     size: int = 0
-    """The size of its calls as they are sent, in bytes."""
+    """The size of all calls as they are sent, in bytes."""
     upload: str = ""
     """The provider's name for the uploaded calls; "" before."""
     batch: str = ""
     """The provider's id of the batch; "" before it exists."""
     created_at: float = 0.0
-    """The time of its creation, in epoch seconds."""
+    """The time when the batch was created, in epoch seconds."""
     why: str = ""
-    """The reason that none of its calls was made; "" unless it failed."""
+    """The reason why no call was made; "" unless the batch failed."""
     replies: int = 0
     """The number of calls with a reply; 0 before the job is collected."""
     index: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -96,7 +96,7 @@ class BatchDelivery:
         if job.state == "created":
             self._under_way.add(job)
             try:
-                await self._wait_until_over(job)
+                await self._wait_for_end(job)
             finally:
                 self._under_way.discard(job)
         if job.state == "created":
@@ -154,7 +154,7 @@ class BatchDelivery:
                 return
             await asyncio.sleep(min(1.0, max(0.0, settles_at - time.monotonic())))
 
-    async def _wait_until_over(self, job: BatchJob) -> None:
+    async def _wait_for_end(self, job: BatchJob) -> None:
         """Wait until a batch has ended. It has failed if none of its calls was made."""
         while True:
             try:

@@ -76,7 +76,7 @@ class BatchApiClient:
         used = items_in(assignment.events)
         held = dict(assignment.reserved)
 
-        def wrapped(model: Model) -> Model:
+        def wrap(model: Model) -> Model:
             if not isinstance(model, RetryingModel):
                 return model
             return BatchApiModel(
@@ -89,7 +89,7 @@ class BatchApiClient:
                 held=held,
             )
 
-        return wrapped
+        return wrap
 
     def on_answer(self, id: str, how: str, reply: bytes) -> None:
         """Pass the parent's answer to the call that waits for it."""

@@ -43,10 +43,10 @@ Reply = Callable[[str, str, bytes], None]
 """Answers a call: its id, how ("reply", "live" or "again"), and the reply."""
 
 _QUIET_S = 0.3
-"""If all tasks wait and no call has come for so many seconds, the job is complete."""
+"""Seconds without a new call after which a job is complete, if all tasks wait."""
 
 _ANSWERS, _ANSWERS_S = 500, 0.05
-"""After so many answers, pause for `_ANSWERS_S` seconds."""
+"""Number of answers after which the sender pauses, and the seconds of the pause."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from batch_trajectories.api.stored_run import StoredRun
 
 
-_OF_CHECKS = (
+_RECHECK_OPTIONS = (
     "dataset_file",
     "rows",
     "columns",
@@ -46,7 +46,7 @@ _OF_CHECKS = (
 """Options that `check` takes; all others are those of the run."""
 
 
-_OF_ROWS = ("dataset_file", "rows", "columns")
+_ROW_OPTIONS = ("dataset_file", "rows", "columns")
 
 
 @click.command(cls=RunCommand, name="check_tasks")
@@ -79,7 +79,7 @@ def check_tasks(starting: Starting, repeats: int, **flags: Any) -> None:
     sys.exit(ended.exit_code)
 
 
-@click.command(cls=RunCommand, only=_OF_CHECKS)
+@click.command(cls=RunCommand, only=_RECHECK_OPTIONS)
 @run_dir_argument
 @trust_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with all that was left out.")
@@ -97,7 +97,7 @@ def check(run: str, output_dir: Path, as_json: bool, trust_run: bool, **flags: A
     given = {name: value for name, value in flags.items() if value is not None}
     with errors_as_exit_codes():
         stored = open_run(run, output_dir, writes=True)
-        has_new_rows = any(name in given for name in _OF_ROWS)
+        has_new_rows = any(name in given for name in _ROW_OPTIONS)
         options = stored.identity["config"]
         if not stored.is_own:
             options = _received_options(

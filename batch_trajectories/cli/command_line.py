@@ -15,7 +15,7 @@ from batch_trajectories.basics.text import join_commas
 _SHOWS_ALL = f"{__name__}.shows_all"
 """The key in a context's `meta` that makes the help show all options."""
 
-_OF_COMMANDS = ("audit", "checked_run")
+_COMMAND_OPTIONS = ("audit", "checked_run")
 """Fields of a config that only `check_tasks` and `check` set."""
 
 COMMAND_GROUPS: dict[str, dict[str, str]] = {
@@ -190,7 +190,7 @@ class RunCommand(click.Command):
     """
 
     def __init__(self, *args: Any, only: Collection[str] = (), **attributes: Any) -> None:
-        """Without all other options, if `only` names some."""
+        """Leave out all other options if `only` names some."""
         super().__init__(*args, **attributes)
         self._only = only
         if not only:
@@ -207,13 +207,13 @@ class RunCommand(click.Command):
             self.params += [_option(one, fields[one]) for one in self._only if one not in known]
             return super().get_params(ctx)
         for name, field in RunConfig.model_fields.items():
-            if name not in known and name not in _OF_COMMANDS:
+            if name not in known and name not in _COMMAND_OPTIONS:
                 self.params.append(
-                    _hidden(name, _refuse_rare)
+                    _make_hidden_flag(name, _refuse_rare)
                     if is_marked(field, "rare")
                     else _option(name, field)
                 )
-        self.params += [_hidden(name) for name in FORMER if name not in known]
+        self.params += [_make_hidden_flag(name) for name in FORMER if name not in known]
         return super().get_params(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -268,7 +268,7 @@ class RunCommand(click.Command):
                 formatter.write_dl(listed_records)
 
 
-def _hidden(name: str, callback: Callable[..., Any] | None = None) -> click.Option:
+def _make_hidden_flag(name: str, callback: Callable[..., Any] | None = None) -> click.Option:
     """A flag, with or without a value, that the help does not show."""
     return click.Option(
         [f"--{name}"], hidden=True, is_flag=False, flag_value="true", callback=callback

@@ -98,7 +98,7 @@ class ExportCommand(click.Command):
     """`export`, whose help ends with the formats."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Each format and what it is."""
+        """Write each format with its description."""
         from batch_trajectories.export.rows.format_names import format_summaries
 
         with formatter.section("Formats"):

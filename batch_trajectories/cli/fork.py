@@ -170,7 +170,7 @@ def chosen_records(
         first = mistakes_in(error)[0]
         raise ConfigError(f"--{first.keys[0]}: {first.with_value()}") from error
     keep = RecordFilters(checked, threshold=read.preference.threshold, reward_name=read.reward_name)
-    wanted = _wanted(ids)
+    wanted = _read_ids(ids)
 
     def is_chosen(record: Record) -> bool:
         if wanted is not None and record.id not in wanted:
@@ -186,7 +186,7 @@ def chosen_records(
     return (record.as_dict() for record in islice(chosen, limit))
 
 
-def _wanted(ids: Path | None) -> set[str] | None:
+def _read_ids(ids: Path | None) -> set[str] | None:
     from batch_trajectories.basics.errors import ConfigError
 
     if ids is None:

@@ -27,9 +27,9 @@ _OPTIONS = (
     "columns",
     "max_samples",
 )
-_OF_RUNS = ("images", "registry", "docker_image", "container_engine")
+_RUN_OPTIONS = ("images", "registry", "docker_image", "container_engine")
 """Options that are those of the run if they are not given."""
-_REASONS = 20
+_MAX_LISTED_ERRORS = 20
 
 
 @click.command(cls=RunCommand, name="images", only=_OPTIONS)
@@ -67,10 +67,10 @@ def images(
         except HostError as error:
             raise EnvironmentStop(str(error)) from error
     show(outcome.describe(str(source)))
-    for reason in outcome.errors[:_REASONS]:
+    for reason in outcome.errors[:_MAX_LISTED_ERRORS]:
         say(reason)
     if failed := len(outcome.errors):
-        more = f"; the first {_REASONS} are above" if failed > _REASONS else ""
+        more = f"; the first {_MAX_LISTED_ERRORS} are above" if failed > _MAX_LISTED_ERRORS else ""
         say(f"{failed} of {outcome.total} images could not be fetched{more}")
     if unbuilt := outcome.unbuilt:
         say(f"{unbuilt} of {outcome.total} images could not be built; the reasons are above")
@@ -106,8 +106,10 @@ def _read_source(
     if is_url(source) or not (find_run_dir(source, output_dir) / RUN_FILE).exists():
         fixed = {"dataset_file": str(source), "run_name": "images", "workspace": "image"}
         config = load_config(config_file, {**given, **fixed})
-        return _Wanted(config, command.images_of_dataset(config), command.builds_of_dataset(config))
-    if config_file is not None or (extra := given.keys() - set(_OF_RUNS)):
+        return _Wanted(
+            config, command.list_dataset_images(config), command.list_dataset_builds(config)
+        )
+    if config_file is not None or (extra := given.keys() - set(_RUN_OPTIONS)):
         named = "config" if config_file is not None else ", --".join(sorted(extra))
         raise ConfigError(f"--{named}: {source} is a run, which has its own rows and config")
     from batch_trajectories.api.stored_run import open_run
@@ -116,16 +118,16 @@ def _read_source(
     stored = open_run(source, output_dir)
     options: dict[str, Any] = stored.identity["config"]
     if not stored.is_own:
-        used = {name: options[name] for name in _OF_RUNS if name in options}
+        run_options = {name: options[name] for name in _RUN_OPTIONS if name in options}
         if trust_run:
-            say(origin.describe_trust(stored.path, used, given=given))
+            say(origin.describe_trust(stored.path, run_options, given=given))
         else:
-            if unused := origin.describe_unused(stored.path, used, given=given):
+            if unused := origin.describe_unused(stored.path, run_options, given=given):
                 say(unused)
             options = {k: v for k, v in options.items() if k not in origin.ACTIVE}
             options["dataset_file"] = stored.identity["config"]["dataset_file"]
     config = load_config(None, {**options, **given, "workspace": "image"})
-    builds = command.builds_of_dataset(config)
+    builds = command.list_dataset_builds(config)
     if builds and not stored.is_own and not trust_run:
         # A Dockerfile is a program, and a run from elsewhere names where it is.
         raise ConfigError(
@@ -133,4 +135,4 @@ def _read_source(
             f"would be built from the Dockerfiles in {config.dataset_file}; give --trust_run, or "
             "give the directory of tasks in place of the run"
         )
-    return _Wanted(config, command.images_of_run(stored.scan, config), builds)
+    return _Wanted(config, command.list_run_images(stored.scan, config), builds)

@@ -20,7 +20,7 @@ _HERMES = "hermes"
 _FORMATS = ("atif", "openai", "sharegpt", "claude_code", "codex", _HERMES)
 """The formats of `importing/readers/` and `importing/hermes.py`; other commands load none."""
 
-_OF_ALL_FORMATS = ("sources", "format", "metadata", "run_name", "output_dir")
+_COMMON_OPTIONS = ("sources", "format", "metadata", "run_name", "output_dir")
 """Parameters of the command that do not need `--format=hermes`."""
 
 
@@ -66,7 +66,7 @@ def import_(
         return
     for name in ctx.params:
         is_given = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if is_given and name not in _OF_ALL_FORMATS:
+        if is_given and name not in _COMMON_OPTIONS:
             raise click.UsageError(f"--{name} needs --format=hermes")
     if flags["run_name"] is None:
         raise click.UsageError("Missing option '--run_name'.")

@@ -79,7 +79,9 @@ def endpoint_list(own: Mapping[str, EndpointConfig]) -> list[dict[str, Any]]:
 
     `variables` says of each environment variable whether it is set, and never its value.
     """
-    known = [_known(prefix, row) for prefix, row in PROVIDERS.items() if prefix not in own]
+    known = [
+        _describe_provider(prefix, row) for prefix, row in PROVIDERS.items() if prefix not in own
+    ]
     return [_own(prefix, entry) for prefix, entry in own.items()] + known
 
 
@@ -109,7 +111,7 @@ def _line(endpoint: Mapping[str, Any]) -> tuple[str, ...]:
     return endpoint["prefix"], where, " or ".join(sources) or "no key", said
 
 
-def _known(prefix: str, row: Provider) -> dict[str, Any]:
+def _describe_provider(prefix: str, row: Provider) -> dict[str, Any]:
     return {
         "prefix": prefix,
         "base_url": row.base_url or None,
@@ -157,7 +159,7 @@ _NEVER = "; if the endpoint has never answered, the run stops (exit 4)"
 
 
 def errors_as_text() -> str:
-    """Each kind of error: meaning, what follows, what to do, and the words by which it is known."""
+    """Describe each kind of error: its meaning, its effect, what to do, and its known words."""
     from agent.models.endpoint_words import load_tables
     from agent.models.errors import ENDPOINT_FAILURES, RULES
 
@@ -173,7 +175,7 @@ def errors_as_text() -> str:
 
 
 def endings_as_text() -> str:
-    """Each way in which a reply can end, and the words by which servers say so."""
+    """Describe each way in which a reply can end, with the words by which servers say so."""
     from agent.models.endpoint_words import load_tables
 
     lines = ["Why a reply ended (another word counts as a usual end, and the record has it):"]

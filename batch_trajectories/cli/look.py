@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,16 +18,16 @@ from batch_trajectories.basics.console import show
 from batch_trajectories.cli.command_line import PlacePath
 from batch_trajectories.cli.exit_codes import errors_as_exit_codes
 
+if TYPE_CHECKING:
+    from batch_trajectories.dataset.row import RowRules
+
 _EXAMINED = 1000
-
-
+"""Maximum number of rows that are examined."""
 _ROW_CHARS = 1500
-
-
-_SHOWN = 2
-
-
-_REASONS = 20
+"""Maximum characters of a printed row."""
+_DEFAULT_ROWS = 2
+"""Number of rows to print."""
+_MAX_LISTED_REASONS = 20
 
 
 @click.command()
@@ -53,7 +55,7 @@ def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
     from batch_trajectories.dataset.rows_file import load_rows_file
     from batch_trajectories.dataset.source import parse_source
 
-    shown, kind = _shown_and_kind(given)
+    shown, kind = _parse_rows_option(given)
     with errors_as_exit_codes():
         try:
             names = parse_columns(columns or "")
@@ -67,7 +69,7 @@ def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
         rows = islice(rows_of_source(source_kind, left_out), _EXAMINED)
         lines = [line for line in map(renaming.line, rows) if line.strip()]
         renaming.check(str(source))
-        description = _describe_row(source, lines, shown=shown, columns=columns, kind=kind)
+        description = _describe_rows(source, lines, shown=shown, columns=columns, kind=kind)
         show(
             "\n".join(
                 [description, *([describe_left_out(str(source), left_out)] if left_out else [])]
@@ -75,114 +77,179 @@ def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
         )
 
 
-def _shown_and_kind(given: tuple[str, ...]) -> tuple[int, str | None]:
+def _parse_rows_option(given: tuple[str, ...]) -> tuple[int, str | None]:
     """The number of rows to print and the kind of rows; `--rows` takes both."""
     numbers = [int(text) for text in given if text.isdecimal()]
     kinds = [text for text in given if not text.isdecimal()]
     if len(numbers) > 1 or len(kinds) > 1:
         raise click.UsageError("--rows takes one number and one kind of rows")
-    return numbers[0] if numbers else _SHOWN, kinds[0] if kinds else None
+    return numbers[0] if numbers else _DEFAULT_ROWS, kinds[0] if kinds else None
 
 
-def _describe_row(
-    source: Path, lines: list[bytes], *, shown: int, columns: str | None, kind: str | None
-) -> str:
-    from agent.options import AgentOptions, SimulatedUser
-    from batch_trajectories.basics import exact_json
-    from batch_trajectories.basics.text import clip, first_few, plural
-    from batch_trajectories.dataset.lines import columns_in
-    from batch_trajectories.dataset.row import RowRules
-    from batch_trajectories.dataset.row_conversation import (
-        USER_COLUMN,
-        columns_beside,
-        json_type,
-        usual_prompt,
-    )
+@dataclass
+class _Findings:
+    """The findings in the first rows of a source."""
 
-    rules = RowRules()
-    if kind is not None:
-        rules = RowRules(with_setup=True, image="allowed", inside=True, check_in="fresh")
-    with_user = replace(rules, options=AgentOptions(simulated_user=SimulatedUser()))
-    users = 0
-    kinds: dict[str, Counter[str]] = {}
-    reasons = Counter[str]()
-    first_places: dict[str, str] = {}
-    proposed = Counter[str]()
-    beside = Counter[tuple[str, str]]()
-    repeated = []
-    printed = []
-    for number, line in enumerate(lines, start=1):
+    kind: str | None
+    """The kind of rows that the user named or the source has; None: plain rows."""
+    rows: int = 0
+    rows_with_user: int = 0
+    """The number of rows that have a simulated user."""
+    types: dict[str, Counter[str]] = field(default_factory=dict)
+    """The JSON types of the values of each column."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """The reasons why rows cannot be used."""
+    first_places: dict[str, str] = field(default_factory=dict)
+    """The first place in a task directory for each reason."""
+    prompt_columns: Counter[str] = field(default_factory=Counter)
+    """Columns that seem to be the prompt under another name."""
+    beside_prompt: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Pairs of the column of the prompt and one that may belong to it."""
+    repeated_keys: list[str] = field(default_factory=list)
+    """The rows in which an object has a key twice, with the key."""
+
+    def add(self, line: bytes) -> dict[str, Any] | None:
+        """Examine a row; return its columns, None if it has none."""
+        from batch_trajectories.basics import exact_json
+        from batch_trajectories.dataset.lines import columns_in
+        from batch_trajectories.dataset.row_conversation import (
+            json_type,
+            other_prompt_columns,
+            usual_prompt,
+        )
+
+        self.rows += 1
         try:
             row = columns_in(line)
         except ValueError as error:
-            reasons[f"row {number}: {error}"] += 1
-            continue
+            self.reasons[f"row {self.rows}: {error}"] += 1
+            return None
         for name, value in row.items():
-            kinds.setdefault(name, Counter())[json_type(value)] += 1
+            self.types.setdefault(name, Counter())[json_type(value)] += 1
+        self._try_to_use(row)
+        if (key := exact_json.repeated_key_path(line)) is not None:
+            self.repeated_keys.append(f"row {self.rows}, `{key}`")
+        prompt = "prompt" if "prompt" in row else usual_prompt(row)
+        if prompt and prompt != "prompt":
+            self.prompt_columns[prompt] += 1
+        if prompt and self.kind is None:
+            self.beside_prompt.update((prompt, name) for name in other_prompt_columns(row, prompt))
+        return row
+
+    def _try_to_use(self, row: dict[str, Any]) -> None:
+        """Read a row as a run would, and note why it cannot be used."""
+        from batch_trajectories.dataset.row_conversation import USER_COLUMN
+
         try:
             if row.get(USER_COLUMN) is None:
-                rules.read(row)
+                self._rules.read(row)
             else:
-                with_user.read(row)
-                users += 1
+                self._rules_with_user.read(row)
+                self.rows_with_user += 1
         except ValueError as error:
-            place, why = _split_place(str(error))
-            reasons[why] += 1
-            first_places.setdefault(why, place)
-        if (twice := exact_json.repeated_key_path(line)) is not None:
-            repeated.append(f"row {number}, `{twice}`")
-        usual = "prompt" if "prompt" in row else usual_prompt(row)
-        if usual and usual != "prompt":
-            proposed[usual] += 1
-        if usual and kind is None:
-            beside.update((usual, name) for name in columns_beside(row, usual))
-        if number <= shown:
+            place, reason = _split_place(str(error))
+            self.reasons[reason] += 1
+            self.first_places.setdefault(reason, place)
+
+    @cached_property
+    def _rules(self) -> RowRules:
+        from batch_trajectories.dataset.row import RowRules
+
+        if self.kind is None:
+            return RowRules()
+        return RowRules(with_setup=True, image="allowed", inside=True, check_in="fresh")
+
+    @cached_property
+    def _rules_with_user(self) -> RowRules:
+        from agent.options import AgentOptions, SimulatedUser
+
+        return replace(self._rules, options=AgentOptions(simulated_user=SimulatedUser()))
+
+    @property
+    def usable(self) -> int:
+        """The number of rows that can be used."""
+        return self.rows - self.reasons.total()
+
+    def describe_columns(self) -> Iterator[str]:
+        """A line for each column: the types of its values, and what a run does with it."""
+        from batch_trajectories.basics.text import plural
+
+        width = max(map(len, self.types), default=0)
+        for name, types in self.types.items():
+            rows = types.total()
+            share = "" if rows == self.rows else f" in {plural(rows, 'row')}"
+            use = _describe_use(name, self.types)
+            yield f"  {name:<{width}}  {' or '.join(types)}{share}; {use}"
+
+    def describe_problems(self) -> Iterator[str]:
+        """A line for each reason why rows cannot be used, and one about repeated keys."""
+        from batch_trajectories.basics.text import first_few, plural
+
+        for reason, count in self.reasons.most_common(_MAX_LISTED_REASONS):
+            place = self.first_places.get(reason, "")
+            yield f"{plural(count, 'row')}: {reason}{place and f' (the first: {place})'}"
+        if self.repeated_keys:
+            yield (
+                f"{plural(len(self.repeated_keys), 'row')} with a key twice in one object, whose "
+                f"last value counts: {first_few(self.repeated_keys, separator='; ')}"
+            )
+
+    def describe_questions(self) -> Iterator[str]:
+        """A line for each column that may belong to the prompt."""
+        from batch_trajectories.basics.text import plural
+
+        for (prompt, name), count in self.beside_prompt.items():
+            template = f"{{{{{prompt}}}}}\\n\\n{{{{{name}}}}}"
+            yield (
+                f"Does `{name}` belong to the prompt? The model does not see it "
+                f"({plural(count, 'row')}). A rows file puts both together (--rows=FILE, "
+                f'docs/data.md): prompt: "{template}"'
+            )
+
+    def suggest_command(self, source: Path, columns: str | None) -> Iterator[str]:
+        """The options of a run with these rows; none if no row can be used."""
+        if self.prompt_columns and not columns:
+            columns = f"prompt={self.prompt_columns.most_common(1)[0][0]}"
+        elif not self.usable:
+            return
+        options = {
+            "--dataset_file": str(source),
+            "--rows": self.kind,
+            "--columns": columns,
+            "--simulated_user": "{}" if self.rows_with_user else None,
+        }
+        given = (f"{name}={shlex.quote(value)}" for name, value in options.items() if value)
+        yield f"To run it: {' '.join(given)}"
+
+
+def _describe_rows(
+    source: Path, lines: list[bytes], *, shown: int, columns: str | None, kind: str | None
+) -> str:
+    """Describe the first rows of a source, and print `shown` of them."""
+    from batch_trajectories.basics import exact_json
+    from batch_trajectories.basics.text import clip, plural
+
+    findings = _Findings(kind)
+    printed = []
+    for number, line in enumerate(lines, start=1):
+        row = findings.add(line)
+        if row is not None and number <= shown:
             text = exact_json.dumps(row).decode()
             printed.append(f"row {number}: {clip(text, max_chars=_ROW_CHARS)}")
-    usable = len(lines) - reasons.total()
     first = "the first " if len(lines) == _EXAMINED else ""
-    description = [f"{source}: {usable:,} of {first}{plural(len(lines), 'row')} can be used"]
-    width = max(map(len, kinds), default=0)
-    for name, uses in kinds.items():
-        rows = uses.total()
-        share = "" if rows == len(lines) else f" in {plural(rows, 'row')}"
-        description.append(
-            f"  {name:<{width}}  {' or '.join(uses)}{share}; {_describe_use(name, kinds)}"
-        )
-    for reason, count in reasons.most_common(_REASONS):
-        place = first_places.get(reason, "")
-        description.append(f"{plural(count, 'row')}: {reason}{place and f' (the first: {place})'}")
-    if repeated:
-        places = first_few(repeated, separator="; ")
-        description.append(
-            f"{plural(len(repeated), 'row')} with a key twice in one object, whose last value "
-            f"counts: {places}"
-        )
-    description += printed
-    for (prompt, name), count in beside.items():
-        template = f"{{{{{prompt}}}}}\\n\\n{{{{{name}}}}}"
-        description.append(
-            f"Does `{name}` belong to the prompt? The model does not see it "
-            f"({plural(count, 'row')}). A rows file puts both together (--rows=FILE, "
-            f'docs/data.md): prompt: "{template}"'
-        )
-    if proposed and not columns:
-        columns = f"prompt={proposed.most_common(1)[0][0]}"
-    elif not usable:
-        return "\n".join(description)
-    options = {
-        "--dataset_file": str(source),
-        "--rows": kind,
-        "--columns": columns,
-        "--simulated_user": "{}" if users else None,
-    }
-    given = (f"{name}={shlex.quote(value)}" for name, value in options.items() if value)
-    description.append(f"To run it: {' '.join(given)}")
+    description = [
+        f"{source}: {findings.usable:,} of {first}{plural(len(lines), 'row')} can be used",
+        *findings.describe_columns(),
+        *findings.describe_problems(),
+        *printed,
+        *findings.describe_questions(),
+        *findings.suggest_command(source, columns),
+    ]
     return "\n".join(description)
 
 
 def _split_place(reason: str) -> tuple[str, str]:
-    """Where in a task directory a row cannot be used, "" if it is not from one; and why."""
+    """Split a reason into the place in a task directory, "" without one, and the reason itself."""
     match = re.match(r"(\S+/task\.toml(?::\d+)?): (.*)", reason, re.DOTALL)
     return (match[1], match[2]) if match else ("", reason)
 

@@ -108,9 +108,9 @@ def _report(place: str, directory: Path, manifest: dict[str, Any]) -> None:
 def _send(stored: StoredRun, recipe: Any, choices: Choices, repo: str, *, for_real: bool) -> None:
     """Make a publication, and send it to the hub or show what would be sent."""
     from batch_trajectories.export.dataset.directory import plan_upload, upload
-    from batch_trajectories.publishing.publish import published_temporarily
+    from batch_trajectories.publishing.publish import publish_temporarily
 
-    with published_temporarily(stored, recipe, choices) as (directory, manifest):
+    with publish_temporarily(stored, recipe, choices) as (directory, manifest):
         _report(repo, directory, manifest)
         if for_real:
             show(upload(directory, repo, manifest, replaces=choices.replace))

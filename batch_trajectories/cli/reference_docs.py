@@ -74,16 +74,16 @@ def codes() -> str:
     lines += ["## Exit codes", "", "code | meaning", "---|---"]
     lines += [f"{code} | {meaning}" for code, meaning in _EXIT_CODES.items()]
     lines += ["", "After 3, 4, 7, 129, 130 and 143, the same command resumes the run.", ""]
-    lines += ["## Endings of conversations", "", _listed(get_args(Status)), ""]
+    lines += ["## Endings of conversations", "", _join_names(get_args(Status)), ""]
     lines += ["[Conversations](../conversations.md#how-it-ends) says when each applies.", ""]
-    lines += ["## Formats of exports", "", _listed(format_names()), ""]
+    lines += ["## Formats of exports", "", _join_names(format_names()), ""]
     lines += ["[Export](../export.md#formats) says what each is for.", ""]
-    lines += ["## Flaws of rows", "", _listed(get_args(RowFlaw)), ""]
+    lines += ["## Flaws of rows", "", _join_names(get_args(RowFlaw)), ""]
     lines += ["[Export](../export.md#rejected-rows) says which formats can keep them.", ""]
     return "\n".join(lines)
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
@@ -177,7 +177,7 @@ def _recipe_keys(part: type[BaseModel]) -> Iterator[str]:
         link = f"[see below](#{name})" if name in _RECIPE else ""
         value = link or _schema_type(schema["properties"][name], schema.get("$defs", {}))
         if name == "formats":
-            default = _listed(load_recipe(None, {}).formats)
+            default = _join_names(load_recipe(None, {}).formats)
         elif field.is_required():
             default = "required"
         elif link or field.default in (None, (), {}):
@@ -275,7 +275,7 @@ def _agent_preset(name: str, text: str) -> str:
     agent, _, install = first.partition(": ")
     command, _, note = install.partition(" (")
     speaks = settings["speaks"]
-    apis = _listed([speaks] if isinstance(speaks, str) else speaks)
+    apis = _join_names([speaks] if isinstance(speaks, str) else speaks)
     rest = f" ({note}" if note else ""
     memory = settings.get("memory_mb", CommandAgent.model_fields["memory_mb"].default)
     return f"`{name}` | {agent} | `{command}`{rest} | {apis} | {memory} MB"

@@ -50,7 +50,7 @@ def stats(
     """Show statistics of RUN: from rows to training rows, problems, turns, tokens, tools."""
     from batch_trajectories.api.stored_run import open_run
     from batch_trajectories.basics.console import WARNING
-    from batch_trajectories.export.statistics.funnel import funnel_as_text
+    from batch_trajectories.export.statistics.funnel import format_funnel
     from batch_trajectories.export.statistics.run import as_text
 
     names = _health_checks(fail_on)
@@ -65,7 +65,7 @@ def stats(
         else:
             lines = [f"from rows to training rows: {trouble}"] if trouble else []
             lines += [f"{WARNING}{sign.text}" for sign in signs]
-            lines += funnel_as_text(funnel) if funnel else []
+            lines += format_funnel(funnel) if funnel else []
             show("\n".join([*lines, "", *as_text(statistics, distribution)]))
     if any(result["is_problem"] and result["name"] in names for result in statistics["health"]):
         sys.exit(PROBLEMS)

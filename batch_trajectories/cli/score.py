@@ -1,4 +1,4 @@
-"""The command `score`: rewards, or a teacher's log-probabilities, for a run after it."""
+"""The command `score`: rewards or a teacher's log-probabilities for the records of a run."""
 
 from __future__ import annotations
 
@@ -146,11 +146,11 @@ def score(
     Rewards come from functions or a judge model and are written to scores.jsonl, log-probabilities
     to teacher.jsonl. Records stay as they are. The same command resumes, and scores what is new.
     """
-    places = [place for place in map(str.strip, (reward or "").split(",")) if place]
+    functions = [name for name in map(str.strip, (reward or "").split(",")) if name]
     given = {
         name: value for name, value in options.items() if not (value is None or value is False)
     }
-    if sum((bool(places), judge is not None, teacher is not None)) != 1:
+    if sum((bool(functions), judge is not None, teacher is not None)) != 1:
         raise click.UsageError(
             "give --reward MODULE:FUNCTION, or --judge MODEL, or --teacher MODEL"
         )
@@ -188,16 +188,16 @@ def score(
             from batch_trajectories.scoring.by_functions import score_by_functions
 
             scores, failed = score_by_functions(
-                stored.path, places, timeout_s=reward_timeout_s, wanted=wanted
+                stored.path, functions, timeout_s=reward_timeout_s, wanted=wanted
             )
-    of_them = f"{plural(scores, 'score')}, {sum(failed.values()):,} of them failed"
-    show("\n".join([f"{stored.path / SCORES_FILE}: {of_them}", *reason_lines(failed)]))
+    result = f"{plural(scores, 'score')}, {sum(failed.values()):,} of them failed"
+    show("\n".join([f"{stored.path / SCORES_FILE}: {result}", *reason_lines(failed)]))
     sys.exit(1 if failed else 0)
 
 
-_OF_BOTH = frozenset(("base_url", "key_env", "prices", "call_attempts"))
+_ENDPOINT_OPTIONS = frozenset(("base_url", "key_env", "prices", "call_attempts"))
 """The options that a judge and a teacher have in common."""
-_OF_JUDGE = frozenset(("judge_prompt", "temperature", "max_tokens", "max_judge_cost_usd"))
+_JUDGE_OPTIONS = frozenset(("judge_prompt", "temperature", "max_tokens", "max_judge_cost_usd"))
 
 
 def _refuse_meaningless(
@@ -205,10 +205,10 @@ def _refuse_meaningless(
 ) -> None:
     """Raise `click.UsageError` for an option that means nothing with the others."""
     for name in [*given, *(("trust_run",) if trust_run else ())]:
-        if name in _OF_BOTH or name == "trust_run":
+        if name in _ENDPOINT_OPTIONS or name == "trust_run":
             if judge is None and teacher is None:
                 raise click.UsageError(f"--{name} means nothing without --judge or --teacher")
-        elif name in _OF_JUDGE:
+        elif name in _JUDGE_OPTIONS:
             if judge is None:
                 raise click.UsageError(f"--{name} means nothing without --judge")
         elif teacher is None:
@@ -242,7 +242,7 @@ def _score_by_teacher(
     done = score_by_teacher(stored.path, config, options, wanted=wanted)
     lines = [
         f"{stored.path / TEACHER_FILE}: {plural(done.segments, 'segment')} with "
-        f"{plural(done.tokens, 'sampled token')}; {done.known:,} had figures before, "
+        f"{plural(done.tokens, 'sampled token')}; {done.scored_before:,} had figures before, "
         f"{sum(done.failed.values()):,} failed",
         *reason_lines(done.failed),
     ]
@@ -273,28 +273,32 @@ def _endpoint_config(
     """
     from batch_trajectories.config.loading import load_config
 
-    of_run = stored.identity["config"]
+    run_config = stored.identity["config"]
     budget_usd = given.pop(f"max_{role}_cost_usd", None)
     uses_run = trust_run or stored.is_own
-    taken = {name: of_run.get(name) or {} for name in ("endpoints", "prices")} if uses_run else {}
-    at_endpoint = _judge_options(stored, role, name, has_url="base_url" in given, uses_run=uses_run)
+    run_values = (
+        {name: run_config.get(name) or {} for name in ("endpoints", "prices")} if uses_run else {}
+    )
+    endpoint_values = _select_endpoint(
+        stored, role, name, has_url="base_url" in given, uses_run=uses_run
+    )
     values = {
-        **taken,
-        **at_endpoint,
+        **run_values,
+        **endpoint_values,
         **given,
-        "dataset_file": of_run["dataset_file"],
-        "run_name": of_run["run_name"],
+        "dataset_file": run_config["dataset_file"],
+        "run_name": run_config["run_name"],
     }
     config = load_config(None, values)
     return config.model_copy(update={"max_run_cost_usd": budget_usd})
 
 
-def _judge_options(
+def _select_endpoint(
     stored: StoredRun, role: str, name: str, *, has_url: bool, uses_run: bool
 ) -> dict[str, Any]:
     """The name of the judge or teacher, with the options of its endpoint that come from the run.
 
-    Raises `ConfigError` where these would be those of a received run.
+    Raises `ConfigError` if these options would come from a received run.
     """
     from agent.models.providers import PROVIDERS, RESERVED_PREFIXES, find_provider
     from agent.models.resolve import normalize_prefix
@@ -306,17 +310,17 @@ def _judge_options(
     prefix = normalize_prefix(name, endpoints).partition(":")[0]
     if has_url or (not uses_run and prefix in PROVIDERS):
         return {"model": name}
-    of_run = sibling_options(stored.config, name)
-    there = None if base_url is None else find_provider(base_url)
+    run_endpoint = sibling_options(stored.config, name)
+    provider = None if base_url is None else find_provider(base_url)
     if (
         prefix in RESERVED_PREFIXES
         and base_url is not None
-        and (there is None or there.base_url != PROVIDERS[prefix].base_url)
+        and (provider is None or provider.base_url != PROVIDERS[prefix].base_url)
     ):
         return {"model": name}  # the provider's own host, whatever URL the run has
     if uses_run:
-        return of_run
-    names_more = any(value for name, value in of_run.items() if name != "model")
+        return run_endpoint
+    names_more = any(value for name, value in run_endpoint.items() if name != "model")
     if prefix in endpoints or names_more:
         raise ConfigError(
             f"--{role}: {describe_received(stored.path)}, so the address in its run.json is not "

@@ -97,10 +97,10 @@ def run_argument(name: str, *, required: bool = True) -> Callable[[Any], Any]:
 
 def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """The runs in the output directory whose names begin so."""
-    from batch_trajectories.engine.run_dir import runs_in
+    from batch_trajectories.engine.run_dir import list_run_names
 
     output_dir = ctx.params.get("output_dir") or Path("trajectories")
-    return [name for name in runs_in(output_dir) if name.startswith(incomplete)]
+    return [name for name in list_run_names(output_dir) if name.startswith(incomplete)]
 
 
 def plan_start(

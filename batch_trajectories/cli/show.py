@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from batch_trajectories.api.stored_run import StoredRun
 
 
-_LISTED = 40
+_MAX_LISTED = 40
 
 
 _ID_CHARS = 100
@@ -97,7 +97,7 @@ def _list(stored: StoredRun, *, as_json: bool) -> None:
     from batch_trajectories.basics.text import plural
     from batch_trajectories.report.formatting import count, one_line
 
-    entries, total = stored.last_entries(None if as_json else _LISTED)
+    entries, total = stored.last_entries(None if as_json else _MAX_LISTED)
     if as_json:
         show_json([{"id": id, "status": e.status, "turns": e.turns} for id, e in entries])
         return

@@ -46,10 +46,10 @@ def read_agent(value: Any) -> CommandAgent:
 
     Raises `ValueError`, also `ValidationError`.
     """
-    return CommandAgent.model_validate(_read(value))
+    return CommandAgent.model_validate(_load_agent(value))
 
 
-def _read(value: Any) -> Any:
+def _load_agent(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("{"):
@@ -68,22 +68,22 @@ def _read(value: Any) -> Any:
 
 
 def resolve_programs(loaded: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Find the `programs` of an agent that was read from a file in `directory`: there first.
+    """Find the `programs` of an agent that was read from a file in `directory`, first beside it.
 
-    A word of its commands that is one of these paths, as it stands there, means the same file.
+    A word of the agent's commands that equals one of these paths becomes its absolute path.
     """
     programs = loaded.get("programs")
     if not isinstance(programs, list):
         return dict(loaded)
-    placed = {p: resolve_beside(p, directory) for p in programs if isinstance(p, str)}
-    files = {p: Path(path) for p, path in placed.items() if Path(path).exists()}
-    whole = {normpath(p): str(file.absolute()) for p, file in files.items()}
-    in_place = [placed[p] if isinstance(p, str) else p for p in programs]
-    resolved: dict[str, Any] = {**loaded, "programs": in_place}
+    found = {name: resolve_beside(name, directory) for name in programs if isinstance(name, str)}
+    files = {name: Path(path) for name, path in found.items() if Path(path).exists()}
+    absolute_paths = {normpath(name): str(file.absolute()) for name, file in files.items()}
+    paths = [found[name] if isinstance(name, str) else name for name in programs]
+    resolved: dict[str, Any] = {**loaded, "programs": paths}
     for key in ("command", "continues", "version"):
         if isinstance(words := loaded.get(key), list):
             resolved[key] = [
-                whole.get(normpath(word), word) if isinstance(word, str) and word else word
+                absolute_paths.get(normpath(word), word) if isinstance(word, str) and word else word
                 for word in words
             ]
     return resolved

@@ -203,7 +203,7 @@ class EndpointConfig(BaseModel):
     provider: str | None = None
     """Id of the provider in the price table, if neither URL nor model name determines it."""
     prices: dict[str, PriceConfig] = {}
-    """Prices of its models, by the endpoint's names for them."""
+    """Prices of the endpoint's models, by its names for them."""
     temperature: Float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: Float | None = Field(None, gt=0, le=1)
     max_tokens: PositiveInt | None = None

@@ -269,7 +269,7 @@ def _check_batches(config: RunConfig, setups: Setups) -> None:
 
 
 def _check_replicas(config: RunConfig, setups: Setups) -> None:
-    """Each worker keeps to its part of a replica's limit, so that must be one call at least."""
+    """Raise `ValueError` if a worker's part of a replica's limit would be less than one call."""
     for model in called_models(setups):
         several = model.connection.replication
         most = None if several is None else several.max_in_flight

@@ -435,10 +435,10 @@ class RunConfig(AgentOptions):
         """
         if self.is_inside:
             return True
-        from toolsets.sandbox.factory import sandbox_kind  # --help does without sandboxes
+        from toolsets.sandbox.factory import find_sandbox_class  # --help does without sandboxes
 
         try:
-            return sandbox_kind(self.sandbox).needs_image
+            return find_sandbox_class(self.sandbox).needs_image
         except SandboxError as error:
             raise ConfigError(str(error)) from error
 
@@ -569,7 +569,7 @@ class RunConfig(AgentOptions):
 
     @property
     def agent_options(self) -> AgentOptions:
-        """Only the options of conversations."""
+        """The options of conversations alone."""
         return AgentOptions.model_construct(
             **{name: getattr(self, name) for name in AgentOptions.model_fields}
         )
@@ -669,10 +669,10 @@ class RunConfig(AgentOptions):
         """All fields, for run.json; secrets (ephemeral prompt, keys) only as digests."""
         fields = self.model_dump(mode="json")
         if self.ephemeral_system_prompt is not None:
-            fields["ephemeral_system_prompt"] = _hidden(self.ephemeral_system_prompt)
+            fields["ephemeral_system_prompt"] = _hide_text(self.ephemeral_system_prompt)
         for server in (fields["mcp"] or {}).values():
             for key in ("env", "headers"):
-                server[key] = {name: _hidden(text) for name, text in server[key].items()}
+                server[key] = {name: _hide_text(text) for name, text in server[key].items()}
         return fields
 
 
@@ -689,5 +689,5 @@ def _load_distribution(
     return load_distribution(name, known=catalog(added))
 
 
-def _hidden(text: str) -> str:
+def _hide_text(text: str) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"

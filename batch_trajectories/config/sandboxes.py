@@ -11,7 +11,7 @@ from batch_trajectories.basics.text import plural
 from batch_trajectories.config.run_config import RunConfig
 from toolsets.sandbox import factory
 from toolsets.sandbox.base import SandboxError
-from toolsets.sandbox.factory import NO_AGENTS, sandbox_kind, sandbox_problem
+from toolsets.sandbox.factory import NO_AGENTS, find_sandbox_class, sandbox_problem
 
 if TYPE_CHECKING:
     from toolsets.sandbox.image_files import ImageSandboxes
@@ -32,7 +32,7 @@ def image_sandboxes(config: RunConfig) -> ImageSandboxes:
 def find_sandbox_problem(config: RunConfig) -> str | None:
     """The reason why the sandbox of a run does not work here, with advice; None if it works."""
     try:
-        if config.agent is not None and not sandbox_kind(config.sandbox).takes_extras:
+        if config.agent is not None and not find_sandbox_class(config.sandbox).takes_extras:
             return f"sandbox {config.sandbox}: {NO_AGENTS}"
         if config.is_inside:
             return image_sandboxes(config).problem()

@@ -10,8 +10,8 @@ from typing import Literal
 Sign = Literal["no_pass", "no_call", "failed", "rejected", "same_ending"]
 """The names of the signs that a run gives nothing to train on."""
 
-LEAST = 30
-"""With fewer conversations than this, a share says nothing."""
+MIN_TASKS = 30
+"""Minimum number of conversations for a share; with fewer, a share says nothing."""
 
 NEVER = "none"
 """The value that turns off both stopping and warnings."""
@@ -36,7 +36,7 @@ class StopRule:
     count: int | None = None
     """Stop after this many conversations, if all of them show the sign."""
     share: float | None = None
-    """Stop when at least this share (0 to 1) shows the sign, after `LEAST` conversations."""
+    """Stop when at least this share (0 to 1) shows the sign, after `MIN_TASKS` conversations."""
 
 
 def parse_stop_rules(texts: Sequence[str]) -> tuple[StopRule, ...]:

@@ -35,14 +35,14 @@ from toolsets.workspace.workspace import HOME
 
 T = TypeVar("T")
 
-_SHOWN_CHARS = 200
+_MAX_VALUE_CHARS = 200
 
 _UNKNOWN_KEY = "unexpected_keyword_argument"
 """Pydantic's name for a key that is no field of a dataclass."""
 
 _ROOT = PurePosixPath(".")
 
-_FORMS = ("base64", "text")
+_ENCODINGS = ("base64", "text")
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
@@ -52,26 +52,28 @@ _PREDICATE = re.compile(r"(?:must|is|are|needs|names|does) ")
 """Beginning of a reason that forms a sentence with the name of its column."""
 
 
-class Reading(NamedTuple):
+class ValuePermissions(NamedTuple):
     """Permissions of the run for the values of its rows."""
 
-    inside: bool = False
+    in_image: bool = False
     """Whether the workspace is a directory of the row's image, so paths may be absolute."""
     variables: Collection[str] = ()
     """The variables of this machine that rows may name."""
 
 
-DEFAULT_READING = Reading()
+DEFAULT_PERMISSIONS = ValuePermissions()
 """A workspace of this machine, and no variables."""
 
 
-def read_value(kind: Any, raw: Any, place: str = "", reading: Reading = DEFAULT_READING) -> Any:
+def read_value(
+    kind: Any, raw: Any, place: str = "", permissions: ValuePermissions = DEFAULT_PERMISSIONS
+) -> Any:
     """Read `raw` as a value of type `kind`. Raises `ValueError` with the reason.
 
     `place` names the column; "" if `raw` is a row, whose keys are the columns.
     """
     try:
-        return _reader(kind).validate_python(raw, context=reading)
+        return _reader(kind).validate_python(raw, context=permissions)
     except ValidationError as error:
         raise ValueError(_describe_mistake(error, place)) from error
 
@@ -85,15 +87,17 @@ def _describe_mistake(error: ValidationError, place: str) -> str:
     """The first mistake, as a sentence or after a colon; items of lists have no name."""
     keys = [place, *(key for key in error.errors()[0]["loc"] if isinstance(key, str))]
     reason = mistakes_in(error)[0].reason
-    joint = " " if _PREDICATE.match(reason) else ": "
-    return f"`{'.'.join(filter(None, keys))}`{joint}{reason}"
+    separator = " " if _PREDICATE.match(reason) else ": "
+    return f"`{'.'.join(filter(None, keys))}`{separator}{reason}"
 
 
-def read_group(group: type[T], columns: Mapping[str, Any], reading: Reading = DEFAULT_READING) -> T:
+def read_group(
+    group: type[T], columns: Mapping[str, Any], permissions: ValuePermissions = DEFAULT_PERMISSIONS
+) -> T:
     """Read a group of columns of a row. Raises `ValueError` with the reason."""
     kind: Any = group
     given = {name: columns[name] for name in column_names(kind) if columns.get(name) is not None}
-    value: T = read_value(kind, given, reading=reading) if given else kind()
+    value: T = read_value(kind, given, permissions=permissions) if given else kind()
     return value
 
 
@@ -107,22 +111,22 @@ def column_names(group: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def explain_mistakes(text: str, form: Callable[[Any], Any] | None = None) -> WrapValidator:
+def explain_mistakes(text: str, convert: Callable[[Any], Any] | None = None) -> WrapValidator:
     """Report a value that the library refuses by `text`, in which `{}` stands for the value.
 
-    `form` converts the forms that a value may have to one form, before it is read.
+    `convert` is called with the value before it is read, if a column accepts several forms.
     """
 
     def validate(raw: Any, handler: Callable[[Any], Any]) -> Any:
         try:
-            return handler(raw if form is None else form(raw))
+            return handler(raw if convert is None else convert(raw))
         except ValidationError as error:
             mistake = mistakes_in(error)[0]
-            if mistake.kind == "value_error":  # this one speaks our words already
+            if mistake.kind == "value_error":  # raised by a validator of ours, with a text of ours
                 raise
             unknown = f" (got `{mistake.keys[-1]}`)" if mistake.kind == _UNKNOWN_KEY else ""
-            shown = clip(repr(raw), max_chars=_SHOWN_CHARS)
-            raise ValueError(text.replace("{}", shown) + unknown) from error
+            excerpt = clip(repr(raw), max_chars=_MAX_VALUE_CHARS)
+            raise ValueError(text.replace("{}", excerpt) + unknown) from error
 
     return WrapValidator(validate)
 
@@ -132,15 +136,15 @@ def to_list(raw: Any) -> list[Any]:
     return list(raw) if isinstance(raw, list | tuple) else [raw]
 
 
-def object_reader(group: type, text_is: str | None = None) -> Callable[[Any], Any]:
-    """Make a reader of objects: it leaves out keys that are null.
+def object_reader(group: type, text_key: str | None = None) -> Callable[[Any], Any]:
+    """Make a reader of objects that leaves out keys that are null.
 
-    A text stands for an object whose only key is `text_is`.
+    A text stands for an object whose only key is `text_key`.
     """
 
     def as_object(raw: Any) -> Any:
-        if isinstance(raw, str) and text_is is not None:
-            return {text_is: raw}
+        if isinstance(raw, str) and text_key is not None:
+            return {text_key: raw}
         if not isinstance(raw, dict):
             return raw
         names = column_names(group)
@@ -149,13 +153,13 @@ def object_reader(group: type, text_is: str | None = None) -> Callable[[Any], An
     return as_object
 
 
-def objects_reader(group: type, text_is: str) -> Callable[[Any], Any]:
+def objects_reader(group: type, text_key: str) -> Callable[[Any], Any]:
     """Make a reader of one object or a list of objects; see `object_reader`."""
-    return lambda raw: [*map(object_reader(group, text_is), to_list(raw))]
+    return lambda raw: [*map(object_reader(group, text_key), to_list(raw))]
 
 
-class OnlyThese:
-    """An object that has no other keys than the declared fields."""
+class ClosedObject:
+    """A base of objects that may have no other keys than the declared fields."""
 
     __slots__ = ()
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -207,8 +211,8 @@ def _workspace_path(raw: Any) -> PurePosixPath | None:
     return None if ".." in path.parts else path
 
 
-def _file_path(raw: Any, info: ValidationInfo[Reading]) -> str:
-    if info.context.inside and isinstance(raw, str) and raw.startswith("/"):
+def _file_path(raw: Any, info: ValidationInfo[ValuePermissions]) -> str:
+    if info.context.in_image and isinstance(raw, str) and raw.startswith("/"):
         path = absolute_path(raw)
         if path is None or path == "/":
             raise ValueError(f"{raw!r} is not the path of a file, without `..`")
@@ -224,7 +228,7 @@ def _directory(raw: Any) -> str | None:
     return None if path is None else str(path)
 
 
-def _check_paths(raw: Any, info: ValidationInfo[Reading]) -> Any:
+def _check_paths(raw: Any, info: ValidationInfo[ValuePermissions]) -> Any:
     if not isinstance(raw, dict):
         return raw
     files = {_file_path(path, info): content for path, content in raw.items()}
@@ -241,10 +245,10 @@ def _content(raw: Any) -> bytes:
         is_executable = raw.get("executable", False)
         texts = {name: text for name, text in raw.items() if name != "executable"}
         if isinstance(is_executable, bool) and len(texts) == 1:
-            [(form, text)] = texts.items()
-            if form in _FORMS and isinstance(text, str):
+            [(encoding, text)] = texts.items()
+            if encoding in _ENCODINGS and isinstance(text, str):
                 content = (
-                    _decode_content(text) if form == "base64" else text.encode(errors="replace")
+                    _decode_content(text) if encoding == "base64" else text.encode(errors="replace")
                 )
                 return Executable(content) if is_executable else content
     raise ValueError(
@@ -288,7 +292,7 @@ def _check_names(raw: Any) -> Any:
     return raw
 
 
-def _fill_variables(raw: Any, info: ValidationInfo[Reading]) -> str:
+def _fill_variables(raw: Any, info: ValidationInfo[ValuePermissions]) -> str:
     """Replace the names of this machine's variables in a text by their values."""
     if not isinstance(raw, str) or "\0" in raw:
         raise ValueError("must be text without NUL")
@@ -353,7 +357,7 @@ Megabytes = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class RowLimits(OnlyThese):
+class RowLimits(ClosedObject):
     """Limits of a row; None: as much as the run allows."""
 
     memory_mb: Megabytes | None = None

@@ -29,7 +29,7 @@ from batch_trajectories.dataset.source import Compression, SourceFile
 Row = bytes | dict[str, Any]
 
 _BOM = b"\xef\xbb\xbf"
-_PEEKED = 1 << 12
+_PEEK_BYTES = 1 << 12
 _BLOCK = 1 << 16
 
 _DELIMITERS = ";\t|,"
@@ -126,7 +126,7 @@ def _line(stream: BinaryIO) -> bytes:
 
 
 def _array_rows(path: Path, stream: BufferedReader[Any]) -> Iterator[bytes]:
-    if stream.peek(_PEEKED).removeprefix(_BOM).lstrip()[:1] not in (b"[", b""):
+    if stream.peek(_PEEK_BYTES).removeprefix(_BOM).lstrip()[:1] not in (b"[", b""):
         yield from _lines(stream)  # JSONL under the name .json.gz
         return
     mark = len(_BOM) if stream.peek(len(_BOM)).startswith(_BOM) else 0

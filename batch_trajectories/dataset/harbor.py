@@ -571,7 +571,7 @@ class HarborTask(NamedTuple):
 
     def _tests(self, steps: Sequence[str]) -> dict[str, Any]:
         """The files of tests/, which are for the check only; the last step's replace the task's."""
-        test = self._test_of(steps)
+        test = self._find_test(steps)
         directory = (self.path / test).parent
         if not (self.path / test).is_file():
             windows = (directory / "test.bat").exists() or (directory / "test.ps1").exists()
@@ -583,7 +583,7 @@ class HarborTask(NamedTuple):
             files |= self._files(f"{_STEPS}/{steps[-1]}/{_TESTS}", program=_TEST, target=_TESTS)
         return files
 
-    def _test_of(self, steps: Sequence[str]) -> str:
+    def _find_test(self, steps: Sequence[str]) -> str:
         """The script of the check: that of the last step, or the task's if the step has none."""
         own = f"{_STEPS}/{steps[-1]}/{_TESTS}/{_TEST}" if steps else ""
         return own if own and (self.path / own).is_file() else f"{_TESTS}/{_TEST}"
@@ -623,7 +623,7 @@ class HarborTask(NamedTuple):
 
     def _interpreter(self, steps: Sequence[str]) -> str:
         """The interpreter of tests/test.sh; a shell if its first line does not begin with `#!`."""
-        test = self._test_of(steps)
+        test = self._find_test(steps)
         first = self._content(test).partition(b"\n")[0]
         if not first.startswith(b"#!"):
             return _SHELL

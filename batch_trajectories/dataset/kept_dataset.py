@@ -53,7 +53,7 @@ ROW_FILTER_KEY = "only_sound"
 """The key, in a description, of the facts about a filter of rows."""
 
 _FORMAT = 1
-"""Raise it when the same source is written in another way."""
+"""The version of the snapshot's layout; raise it when a source is written in another way."""
 
 _BEING_WRITTEN = "another process is starting this run. Wait for it, or stop it; then try again."
 

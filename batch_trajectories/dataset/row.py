@@ -59,7 +59,7 @@ class RowTask(NamedTuple):
     """The last one is the user's, unless a simulated user writes it."""
     spec: ConversationSpec
     image: ImageSpec | None
-    """The container image for its commands, if the run reads this column."""
+    """The container image for the commands of the row, if the run reads this column."""
     setup: RowSetup | None
     """The set-up of the workspace; None if the run does not let rows set it up."""
     fork: Fork | None = None
@@ -244,10 +244,10 @@ class RowRules:
         return {name: columns[name] for name in names if name in columns}
 
     def _read_inside(self, columns: Mapping[str, Any]) -> InsideColumns:
-        from batch_trajectories.dataset.columns import Reading, read_group
+        from batch_trajectories.dataset.columns import ValuePermissions, read_group
         from batch_trajectories.dataset.row_workspace import InsideColumns
 
-        return read_group(InsideColumns, columns, Reading(variables=self.variables))
+        return read_group(InsideColumns, columns, ValuePermissions(variables=self.variables))
 
     def _read_setup(self, columns: Mapping[str, Any], inside: InsideColumns | None) -> RowSetup:
         from batch_trajectories.dataset.row_workspace import read_row_setup

@@ -146,7 +146,7 @@ def _may_be_prompt(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_role, value))
 
 
-def columns_beside(columns: Mapping[str, Any], prompt: str) -> list[str]:
+def other_prompt_columns(columns: Mapping[str, Any], prompt: str) -> list[str]:
     """The columns that may belong to the prompt, too, by their names; `prompt` is its column."""
     return [
         name

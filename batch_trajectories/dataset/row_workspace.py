@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from batch_trajectories.basics.text import clip
 from batch_trajectories.dataset.columns import (
+    ClosedObject,
     Directory,
     FilePath,
     Files,
@@ -18,13 +19,12 @@ from batch_trajectories.dataset.columns import (
     ImageName,
     ImagePath,
     Limits,
-    OnlyThese,
-    Reading,
     RowLimits,
     Seconds,
     Text,
     Texts,
     User,
+    ValuePermissions,
     Variables,
     absolute_path,
     column_names,
@@ -174,8 +174,8 @@ def _refuse_blank(reason: str) -> AfterValidator:
     return AfterValidator(read_text)
 
 
-def _require_image(raw: Any, info: ValidationInfo[Reading]) -> Any:
-    if not info.context.inside:
+def _require_image(raw: Any, info: ValidationInfo[ValuePermissions]) -> Any:
+    if not info.context.in_image:
         raise ValueError("needs --workspace=image")
     return raw
 
@@ -184,13 +184,13 @@ NEEDS_IMAGE = BeforeValidator(_require_image)
 """Refuses a key unless the workspace is in an image: elsewhere a check has no such choice."""
 
 
-def _refuse_two_places(image: str, info: ValidationInfo[Reading]) -> str:
+def _refuse_two_places(image: str, info: ValidationInfo[ValuePermissions]) -> str:
     if (where := info.data.get("where")) is not None:
         raise ValueError(f"does not go with `in: {where}`: leave one of them out")
     return image
 
 
-def _require_own_image(raw: Any, info: ValidationInfo[Reading]) -> Any:
+def _require_own_image(raw: Any, info: ValidationInfo[ValuePermissions]) -> Any:
     if info.data.get("image") is None:
         raise ValueError("needs `check.image`: the image that it is for")
     return raw
@@ -201,7 +201,7 @@ NEEDS_OWN_IMAGE = BeforeValidator(_require_own_image)
 
 
 def _check_artifacts(
-    artifacts: tuple[Artifact, ...], info: ValidationInfo[Reading]
+    artifacts: tuple[Artifact, ...], info: ValidationInfo[ValuePermissions]
 ) -> tuple[Artifact, ...]:
     if artifacts:
         _require_image(artifacts, info)
@@ -212,7 +212,7 @@ def _check_artifacts(
 
 
 @dataclass(frozen=True, slots=True)
-class Outcomes(OnlyThese):
+class Outcomes(ClosedObject):
     """The results of tests that the output of a check's command must show."""
 
     log: FilePath | None = None
@@ -232,7 +232,7 @@ class Outcomes(OnlyThese):
 
 
 @dataclass(frozen=True, slots=True)
-class Artifact(OnlyThese):
+class Artifact(ClosedObject):
     """A file or directory of the workspace that a check in another image gets."""
 
     path: FilePath
@@ -241,7 +241,7 @@ class Artifact(OnlyThese):
 
 
 @dataclass(frozen=True, slots=True)
-class Collect(OnlyThese):
+class Collect(ClosedObject):
     """A command that runs before a check, where the model worked. Its exit code does not count."""
 
     command: Annotated[Text, _refuse_blank("is missing"), Field(validate_default=True)] = ""
@@ -255,7 +255,7 @@ def _read_outcomes(raw: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Check(OnlyThese):
+class Check(ClosedObject):
     """The check of a workspace. A text stands for an object with only `command`."""
 
     command: Annotated[Text, _refuse_blank("is empty, so every conversation would pass")]
@@ -409,7 +409,9 @@ def read_row_setup(
     the place of checks that do not name one. `check_network`: the run allows checks the network.
     `variables`: the variables of this machine that rows may name.
     """
-    setup = read_group(SetupColumns, columns, Reading(image is not None, variables))
+    setup = read_group(
+        SetupColumns, columns, ValuePermissions(in_image=image is not None, variables=variables)
+    )
     check = setup.check
     if check is not None and check.network and not check_network:
         check = replace(check, network=False)

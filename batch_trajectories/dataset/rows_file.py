@@ -144,7 +144,7 @@ def _to_json(value: Any) -> str:
     return exact_json.dumps(value).decode()
 
 
-def _between(value: Any, begin: str, end: str) -> str:
+def _text_between(value: Any, begin: str, end: str) -> str:
     """The text between two marks; the whole text if a mark is missing."""
     text = _to_text(value)
     _, sign, rest = text.partition(begin)
@@ -172,7 +172,7 @@ _FILTERS: dict[str, tuple[int, Callable[..., Any]]] = {
     "upper": (0, lambda value: _to_text(value).upper()),
     "replace": (2, _replace),
     "after": (1, lambda value, mark: _to_text(value).rpartition(mark)[2]),
-    "between": (2, _between),
+    "between": (2, _text_between),
     "json": (0, _parse_json),
     "tojson": (0, _to_json),
     "lines": (0, lambda value: "".join(f"{item}\n" for item in _to_texts(value))),

@@ -28,7 +28,7 @@ from batch_trajectories.records.files import replace_file
 from batch_trajectories.records.tasks import BadRow
 
 _FORMAT = 6
-"""Raise it when rows are read or identified in another way, or the layout of the file changes."""
+"""The version of the layout; raise it when rows are read or identified in another way, too."""
 
 _DIGEST_BYTES = 32
 _HEADER_FIELDS = (

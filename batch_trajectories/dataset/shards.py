@@ -18,7 +18,7 @@ from batch_trajectories.basics.text import first_few
 MAX_SHARDS = 100_000
 
 _SHARD = re.compile(r"(\d{1,6})/(\d{1,6})")
-_SHOWN = 20
+_MAX_LISTED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,6 @@ def check_shards(
     missing = [str(shard) for i in range(count) if (shard := Shard(i, count)) not in holders]
     if missing and not allow_gaps:
         raise ConfigError(
-            f"{len(missing)} of {count} shards are missing: {first_few(missing, _SHOWN)}; "
+            f"{len(missing)} of {count} shards are missing: {first_few(missing, _MAX_LISTED)}; "
             "name their runs too, or leave their tasks pending with --allow_gaps"
         )

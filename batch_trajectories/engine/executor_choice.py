@@ -16,7 +16,7 @@ from batch_trajectories.engine.local_workers import LocalExecutor, fork_workers
 from batch_trajectories.engine.run_dir import RunDir
 from toolsets.catalog.registry import ALL, TOOLSETS
 from toolsets.sandbox import SANDBOXES
-from toolsets.sandbox.factory import sandbox_kind
+from toolsets.sandbox.factory import find_sandbox_class
 
 
 def check_executor(config: RunConfig) -> None:
@@ -49,7 +49,7 @@ def fork_ahead(config: RunConfig) -> None:
             if name in wanted or (toolset.in_all and set(wanted) & set(ALL)):
                 len(toolset.tools)  # which imports them, once for all
         if config.sandbox in SANDBOXES:  # others are the user's
-            sandbox_kind(config.sandbox)
+            find_sandbox_class(config.sandbox)
         if config.mcp:
             import toolsets.mcp.servers  # noqa: F401 - as above
         if config.model_weights().keys() != {SCRIPTED}:

@@ -23,7 +23,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 def explain_missing_locks(fd: int, path: Path) -> str | None:
-    """Why the lock that `fd` has on the file `path` keeps nobody out; None if it does.
+    """The reason why the lock that `fd` has on the file `path` keeps nobody out; None if it does.
 
     Opens the file a second time, whose lock must be refused.
     """

@@ -119,10 +119,10 @@ def forecast(
     durations = _durations(run_dir, units)
     draw = random.Random(seed)
 
-    def of_all(number: Callable[[IndexEntry], float | None], spent: float) -> Estimate | None:
+    def estimate_run(number: Callable[[IndexEntry], float | None], spent: float) -> Estimate | None:
         known = []
         for unit in units:
-            numbers = [_known(entry, number(entry)) for entry in unit.values()]
+            numbers = [_known_figure(entry, number(entry)) for entry in unit.values()]
             if None in numbers:
                 return None
             known.append(math.fsum(filter(None, numbers)))
@@ -152,9 +152,9 @@ def forecast(
         pilot=ended_count,
         pilot_failed=failed,
         conversations=in_flight,
-        dollars=of_all(lambda entry: entry.cost_usd, totals.cost_usd or 0.0),
-        input_tokens=of_all(lambda entry: entry.input_tokens, totals.input_tokens),
-        output_tokens=of_all(lambda entry: entry.output_tokens, totals.output_tokens),
+        dollars=estimate_run(lambda entry: entry.cost_usd, totals.cost_usd or 0.0),
+        input_tokens=estimate_run(lambda entry: entry.input_tokens, totals.input_tokens),
+        output_tokens=estimate_run(lambda entry: entry.output_tokens, totals.output_tokens),
         hours=hours,
         failure_percent=_share(failed, ended_count),
         **(_forecast_samples(totals, units, left, draw) if totals.open_prompts is not None else {}),
@@ -252,7 +252,7 @@ def _rate(rates: Iterable[float | None]) -> float | None:
     return sum(known) if known and len(known) == len(every) else None
 
 
-def _known(entry: IndexEntry, number: float | None) -> float | None:
+def _known_figure(entry: IndexEntry, number: float | None) -> float | None:
     """The figure of a conversation; 0 if it had no reply."""
     return number if entry.turns else 0.0
 

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from batch_trajectories.basics.text import plural
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.config.stop_rules import LEAST, Sign, StopRule
+from batch_trajectories.config.stop_rules import MIN_TASKS, Sign, StopRule
 
 NO_REASON = ("completed", "wrong_answer")
 """Endings that are no sign if many share them; `no_pass` tells of wrong answers."""
 
-_ALIKE = 0.9
-"""From this share on, endings for one same reason are a sign."""
+_SAME_REASON_SHARE = 0.9
+"""Minimum share of endings for one same reason that is a sign."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class SignSeen(NamedTuple):
     sign: Sign
     found: int
     """The number of conversations that show the sign."""
-    of: int
+    total: int
     """The number of conversations that could show the sign."""
     reason: str = ""
     """The reason that most of these conversations share; "" if the sign has none."""
@@ -58,7 +58,7 @@ class SignSeen(NamedTuple):
     @property
     def text(self) -> str:
         """The sign for a person, with what to do."""
-        share = f"{self.found:,} of {plural(self.of, 'conversation')}"
+        share = f"{self.found:,} of {plural(self.total, 'conversation')}"
         reason = f", {self.reason}" if self.reason else ""
         match self.sign:
             case "failed":
@@ -69,18 +69,18 @@ class SignSeen(NamedTuple):
                 return f"{share} give no training row{reason}"
             case "no_pass":
                 return (
-                    f"none of {plural(self.of, 'judged conversation')} passed: read some of them "
-                    "(`view` or `show`), and what passes (`--dry_run`)"
+                    f"none of {plural(self.total, 'judged conversation')} passed: read some of "
+                    "them (`view` or `show`), and what passes (`--dry_run`)"
                 )
             case "no_call":
                 return (
-                    f"none of {plural(self.of, 'conversation')} called a tool, though tools are "
+                    f"none of {plural(self.total, 'conversation')} called a tool, though tools are "
                     "offered (--enabled_toolsets=none offers none)"
                 )
 
     def to_json(self) -> dict[str, str | int]:
         """Return the sign as summary.json, `status --json` and the page have it."""
-        return {"sign": self.sign, "found": self.found, "of": self.of, "text": self.text}
+        return {"sign": self.sign, "found": self.found, "of": self.total, "text": self.text}
 
 
 def offers_tools(config: RunConfig) -> bool:
@@ -109,20 +109,24 @@ def broken_rule(counts: EndingCounts, rules: Sequence[StopRule]) -> SignSeen | N
     for rule in rules:
         if (seen := measured.get(rule.sign)) is None:
             continue
-        if rule.count is not None and seen.found == seen.of >= rule.count:
+        if rule.count is not None and seen.found == seen.total >= rule.count:
             return seen
-        if rule.share is not None and seen.of >= LEAST and seen.found >= rule.share * seen.of:
+        if (
+            rule.share is not None
+            and seen.total >= MIN_TASKS
+            and seen.found >= rule.share * seen.total
+        ):
             return seen
     return None
 
 
 def _is_grave(seen: SignSeen) -> bool:
-    least = _ALIKE if seen.sign in ("same_ending", "failed") else 1.0
-    return seen.of >= LEAST and seen.found >= least * seen.of
+    least = _SAME_REASON_SHARE if seen.sign in ("same_ending", "failed") else 1.0
+    return seen.total >= MIN_TASKS and seen.found >= least * seen.total
 
 
 def _measure(counts: EndingCounts) -> Iterator[SignSeen]:
-    """Every sign with its numbers, whether it holds or not, the gravest first."""
+    """Measure every sign, also those that do not hold; the gravest comes first."""
     yield SignSeen("failed", counts.failed, counts.ended, _most_frequent(counts.reasons))
     for reason, count in counts.reasons.most_common(1):
         yield SignSeen("same_ending", count, counts.ended, reason)

@@ -57,8 +57,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the events have a start event for every tool call; see `has_start_events`."""
     deaths: int
     """Number of workers that died while they worked on the task."""
-    place: str
-    """The storage with the workspace of the events; see `WorkerSetup.place`."""
+    workspace_id: str
+    """The id of the storage with the workspace of the events; see `WorkerSetup.workspace_id`."""
     reserved: dict[str, Cost]
     """Amounts already reserved for calls of the task, by call id."""
 
@@ -74,7 +74,7 @@ def make_assignment(
         events=inflight.events(task.key),
         knows_begun=inflight.has_start_events(task.key),
         deaths=deaths,
-        place=inflight.workspace_id(task.key),
+        workspace_id=inflight.workspace_id(task.key),
         reserved=reserved,
     )
 
@@ -136,7 +136,7 @@ class SetKey(PipeMessage):
     """Counts the keys of the command, from 1."""
     key: str
     problem: str
-    """Why the command gave no new key; "" if it did."""
+    """The reason why the command gave no new key; "" if it did."""
 
 
 class CancelTask(PipeMessage):
@@ -205,7 +205,7 @@ class Load:
 
     in_flight: int = 0
     waiting: int = 0
-    told: int = 0
+    limits_number: int = 0
     """The number of the last `SetLimits` that has arrived."""
     replies: int = 0
     failures: int = 0
@@ -276,7 +276,7 @@ class CallRefused(PipeMessage):
     retry_after_s: float | None
     """The delay that the endpoint asks for; None if it names none."""
     sent_at: float
-    """When the call was sent, on the monotonic clock of the parent's machine."""
+    """The time when the call was sent, on the monotonic clock of the parent's machine."""
 
 
 class AskIfAnswered(PipeMessage):
@@ -440,8 +440,8 @@ class WorkerSetup:
     """See `RunDir.key`."""
     start: str = ""
     """Names the start of the run, which other starts do not share."""
-    place: str = ""
-    """Names the storage with the workspaces; "" for the run directory."""
+    workspace_id: str = ""
+    """The id of the storage with the workspaces; "" for the run directory."""
     is_remote: bool = False
     """The worker shares no disk with the parent, which keeps its journal and log."""
     clock_offset_s: float = 0.0

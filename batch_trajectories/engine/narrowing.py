@@ -1,4 +1,4 @@
-"""Refuse starts that would shorten the training file of a run by mistake.
+"""Refuses starts that would shorten the training file of a run by mistake.
 
 Rows that are no longer in the dataset leave the exports. An option given for a trial, or a cut or
 wrong dataset file, must not have this effect.
@@ -31,50 +31,49 @@ def refuse_narrowing(
 ) -> None:
     """Raise `ConfigError` if finished tasks of the run in `path` would leave its training file.
 
-    `before` is its run.json; `accepted` are the names of accepted reasons. Tasks that were no part
-    of the run at its last start either do not count, nor do rows that were edited: they run again.
+    `before` is its run.json; `accepted` are the keys of --accept_config_change. A task does not
+    count if it was not part of the run at its last start, or if its row was edited: it runs again.
     """
     last = cached_keys(path / DATASET_INDEX)
-    why = _narrowing_option(before["config"], config)
-    if last == scan.keys or (why or "dataset_file") in accepted:
+    option = _narrowing_option(before["config"], config)
+    if last == scan.keys or (option or "dataset_file") in accepted:
         return
     with open_index(path, lenient=True) as (index, records):
-        leaving = list(_leaving(index, last, scan.keys))
+        leaving = list(_find_leaving_rows(index, last, scan.keys))
         if not leaving:
             return
         rows, _ = index.match(scan.keys)
-        ids = set(_ids(records, index, leaving))
-        ids.difference_update(_ids(records, index, filter(None, rows)))
+        ids = set(_read_ids(records, index, leaving))
+        ids.difference_update(_read_ids(records, index, filter(None, rows)))
     ids.difference_update(task.id for task in tasks(scan, _missing_rows(rows)))
     if not ids:
         return
-    finished_left = sum(_is_finished(ending) for ending in index.endings(rows))
-    finished = f"{len(ids):,} of the {len(ids) + finished_left:,} finished tasks"
-    if why:
-        then = before["config"].get(why)
-        what = f"--{why}={getattr(config, why)} leaves out {finished} of this run"
-        keep = f"leave {why} {'out' if then is None else f'at {then}'}"
+    staying = sum(_is_finished(ending) for ending in index.endings(rows))
+    finished = f"{len(ids):,} of the {len(ids) + staying:,} finished tasks"
+    if option:
+        old = before["config"].get(option)
+        what = f"--{option}={getattr(config, option)} leaves out {finished} of this run"
+        keep = f"leave {option} {'out' if old is None else f'at {old}'}"
     else:
         has_ids = not all(id.startswith("row-") for id in ids)
-        or_what = "has `id` another name now" if has_ids else "have rows without `id` changed"
+        possible_edit = "has `id` another name now" if has_ids else "have rows without `id` changed"
         what = (
             f"{scan.path}: {finished} of this run are not in it (was it cut off or mixed up, or "
-            f"{or_what}?)"
+            f"{possible_edit}?)"
         )
         keep = f"restore {plural(len(ids), 'row')}"
     raise ConfigError(
         f"{path}: {what}, such as {min(ids)!r}, and would leave the training file. To keep them, "
         f"{keep}; for a trial or other rows use another --run_name; to leave them out, give "
-        f"--accept_config_change={why or 'dataset_file'} (their records stay)."
+        f"--accept_config_change={option or 'dataset_file'} (their records stay)."
     )
 
 
-def _leaving(index: Index, last: bytes | None, keys: bytes) -> Iterator[int]:
-    """The rows of finished records that leave the run: the last start had their tasks, these keys
-    do not name them.
+def _find_leaving_rows(index: Index, last: bytes | None, keys: bytes) -> Iterator[int]:
+    """Yield the rows of finished records whose tasks the last start had and `keys` do not name.
 
-    If the keys of the last start are unknown, the rows of all finished records that these keys do
-    not name.
+    `last` are the keys of the last start. If they are None, all finished records count that `keys`
+    do not name.
     """
     rows, _ = index.match(b"".join(index) if last is None else last)
     staying = set(index.match(keys)[0])
@@ -83,7 +82,7 @@ def _leaving(index: Index, last: bytes | None, keys: bytes) -> Iterator[int]:
             yield row
 
 
-def _ids(records: BinaryIO, index: Index, rows: Iterable[int]) -> Iterator[str]:
+def _read_ids(records: BinaryIO, index: Index, rows: Iterable[int]) -> Iterator[str]:
     for row in rows:
         entry = index.entry(row)
         # A damaged record is set aside by the start, and its task runs again.

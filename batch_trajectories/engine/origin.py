@@ -193,7 +193,7 @@ _NETWORK_TOOLSETS = frozenset({"browser", "web"})
 _MODELS = ("model", "models")
 """Whoever gives one of these says which models are called."""
 
-_SHOWN = 100
+_MAX_VALUE_CHARS = 100
 
 
 def compute_mac(content: bytes) -> str | None:
@@ -263,7 +263,7 @@ def describe_received(path: Path) -> str:
 
 def _describe_values(options: Mapping[str, Any]) -> str:
     return ", ".join(
-        f"{name}={clip(exact_json.dumps(value).decode(), max_chars=_SHOWN)}"
+        f"{name}={clip(exact_json.dumps(value).decode(), max_chars=_MAX_VALUE_CHARS)}"
         for name, value in options.items()
     )
 

@@ -31,7 +31,7 @@ class ParserSigns(TypedDict):
     reads_calls: bool
     """A reply had a call that the server read."""
     reads_thoughts: bool
-    """A reply had a thought beside its text."""
+    """Whether a reply had a thought beside its text."""
 
 
 def parser_signs(record: Mapping[str, Any]) -> ParserSigns | None:

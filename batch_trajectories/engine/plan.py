@@ -43,8 +43,8 @@ from batch_trajectories.engine.features import find_feature
 from batch_trajectories.engine.file_systems import find_network_type
 from batch_trajectories.engine.run_dir import (
     check_training_file,
-    look_at_place,
-    restore_begun_defaults,
+    prepare_directory,
+    restore_first_defaults,
 )
 from batch_trajectories.engine.run_totals import stopping_rule
 from batch_trajectories.records.checks import EXPECTED
@@ -52,9 +52,9 @@ from batch_trajectories.records.names import DATASET_INDEX, RUN_FILE
 from toolsets.catalog.registry import collect_tools
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import can_bound_memory, can_limit_cpus
-from toolsets.sandbox.factory import sandbox_kind
+from toolsets.sandbox.factory import find_sandbox_class
 
-_BAD_ROWS_SHOWN = 20
+_MAX_LISTED_BAD_ROWS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Plan:
     config: RunConfig
     setups: Setups
     sandbox: str | None
-    """None if no tool runs commands."""
+    """The name of the sandbox; None if no tool runs commands."""
     script: list[ScriptedTurn] | None
     dataset: DatasetSnapshot
     scan: Scan
@@ -94,7 +94,7 @@ def make_plan(
     """
     check_training_file(config)
     if not fresh:
-        config = restore_begun_defaults(config)
+        config = restore_first_defaults(config)
     try:
         config = list_mcp_tools(config)
         if config.agent is not None:
@@ -124,7 +124,9 @@ def make_plan(
         user_toolsets=[toolset.name for toolset in first.user_toolsets],
     )
     if writes:
-        look_at_place(config, fresh=fresh)  # before a long read, and a copy that nothing would use
+        prepare_directory(
+            config, fresh=fresh
+        )  # before a long read, and a copy that nothing would use
     dataset = _snapshot_dataset(config, rules, writes=writes, fresh=fresh, say=say)
     scan = _scan_dataset(config, dataset, rules)
     _refuse_unused_setup(config, scan, fresh=fresh)
@@ -144,7 +146,7 @@ def _check_sandbox(config: RunConfig, toolsets: Sequence[str]) -> bool:
     Raises `ConfigError` if it needs one and none works here, or if the sandbox is unknown.
     """
     try:
-        sandbox_kind(config.sandbox)
+        find_sandbox_class(config.sandbox)
     except SandboxError as error:
         raise ConfigError(str(error)) from error
     has_other_need = config.row_setup or config.is_inside or config.agent is not None
@@ -244,7 +246,7 @@ def _sound_rows(config: RunConfig) -> RowFilter | None:
 
 
 def _sandbox_problem(config: RunConfig) -> str | None:
-    """Why the sandbox of a run does not work here."""
+    """The reason why the sandbox of a run does not work here."""
     for name, server in (config.mcp or {}).items() if config.is_inside else ():
         if server.mentions_workspace():
             from toolsets.mcp.mcp_settings import WORKSPACE
@@ -398,7 +400,7 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
         url for settings in called_models(plan.setups) for url in settings.urls
     ):
         url = urlsplit(base_url)
-        if url.scheme == "http" and url.hostname and not _is_near(url.hostname):
+        if url.scheme == "http" and url.hostname and not _is_loopback(url.hostname):
             say(
                 f"warning: {base_url} is not encrypted: others on the network can read prompts, "
                 "replies and the API key; use https"
@@ -413,7 +415,7 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
             "writable for a strict limit"
         )
     if plan.config.token_ids and plan.config.agent is None:
-        for message in on_logprobs(plan.setups):  # asks servers
+        for message in warn_about_logprobs(plan.setups):  # asks servers
             say(message)
     if plan.config.agent is None:
         for name in find_unused_toolsets(plan.config):
@@ -484,10 +486,10 @@ def _refused_wishes(plan: Plan) -> Iterator[str]:
 
 def _needs_groups(plan: Plan) -> bool:
     """Whether control groups of ours limit what commands use."""
-    return plan.sandbox is not None and not sandbox_kind(plan.sandbox).limits_itself
+    return plan.sandbox is not None and not find_sandbox_class(plan.sandbox).limits_itself
 
 
-def _is_near(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     """Whether what is sent to `host` stays on this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -510,9 +512,9 @@ def name_bad_rows(plan: Plan, say: Callable[[str], object]) -> None:
     """Name bad rows, the first ones each, the rest by their number."""
     source, rows = plan.config.dataset_file, plan.scan.bad_rows
     number = ":" if plan.dataset.source is None else ": row "
-    for row in rows[:_BAD_ROWS_SHOWN]:
+    for row in rows[:_MAX_LISTED_BAD_ROWS]:
         say(f"{source}{number}{row.line}: discarded: {row.reason}")
-    more = len(rows) - _BAD_ROWS_SHOWN
+    more = len(rows) - _MAX_LISTED_BAD_ROWS
     if more > 0:
         say(f"{source}: {plural(more, 'more bad row')}; a run lists all in failures.jsonl")
     if rows and plan.config.rows is not None:
@@ -552,7 +554,7 @@ _NEUTRAL = {
 _PATIENCE_S = 2.0
 
 
-def on_logprobs(setups: Setups) -> Iterator[str]:
+def warn_about_logprobs(setups: Setups) -> Iterator[str]:
     """Warnings for models with token ids whose log-probabilities are not those of the sampling.
 
     None for a server that is known to give those. A server of the user's own is asked for its mode.

@@ -32,7 +32,7 @@ from batch_trajectories.records.tasks import Task
 from toolsets.context import ToolContext
 from toolsets.workspace.workspace import Workspace
 
-_SHOWN_CHARS = 2000
+_MAX_TEXT_CHARS = 2000
 _ROWS_READ = 1000
 
 
@@ -101,7 +101,7 @@ def _first_prompt(plan: Plan) -> list[str]:
     names = [tool["function"]["name"] for tool in request.tools]
     lines = [f"first      {_plain(task.id)}, as sent to the model:"]
     for message in request.messages:
-        text = _plain(clip(message["content"], max_chars=_SHOWN_CHARS))
+        text = _plain(clip(message["content"], max_chars=_MAX_TEXT_CHARS))
         lines.append(f"  {message['role']}: " + text.replace("\n", "\n    "))
     lines.append(f"  tools offered: {', '.join(names) or 'none'}")
     if plan.config.check_expected and (expected := expected_text(task.columns)) is not None:
@@ -119,7 +119,7 @@ def _first_command(plan: Plan, task: Task) -> list[str]:
     }
     texts = [*row.agent.command, *([f"<<< {row.agent.stdin}"] if row.agent.stdin else [])]
     command = clip(
-        " ".join(fill_placeholders(text, values) for text in texts), max_chars=_SHOWN_CHARS
+        " ".join(fill_placeholders(text, values) for text in texts), max_chars=_MAX_TEXT_CHARS
     )
     return [
         f"first      {_plain(task.id)}, the command of {row.agent.name}:",
@@ -137,7 +137,7 @@ async def _capture_request(plan: Plan, task: Task) -> Request:
     context = ToolContext(Workspace(config.run_dir / WORKSPACES / task.key.hex()))
     home = AgentServices(setup, context, pool, config.tool_timeout_s)
     conversation = ConversationRunner(
-        trajectory=_begun(row),
+        trajectory=_begin_conversation(row),
         spec=row.spec,
         model=_CapturingModel(),
         toolbox=home.toolbox(),
@@ -152,7 +152,7 @@ async def _capture_request(plan: Plan, task: Task) -> Request:
     return Request(row.opening)  # it ends without any call
 
 
-def _begun(row: RowTask) -> Trajectory:
+def _begin_conversation(row: RowTask) -> Trajectory:
     """The conversation before its first request. A simulated user is not asked for its message."""
     user = row.spec.options.simulated_user
     trajectory = row.trajectory([])
@@ -221,5 +221,5 @@ def _first_tasks(plan: Plan) -> Iterator[Task]:
 
 
 def _plain(text: str) -> str:
-    """Without control characters."""
+    """Remove control characters."""
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text)

@@ -110,7 +110,7 @@ def read_holder(path: Path) -> dict[str, Any] | None:
         return None
     fd = os.open(path / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        return _holder(fd)
+        return _read_holder(fd)
     finally:
         os.close(fd)
 
@@ -118,7 +118,7 @@ def read_holder(path: Path) -> dict[str, Any] | None:
 def refuse_held(path: Path) -> None:
     """Raise `RunLocked` if another process is working on the run."""
     if (holder := read_holder(path)) is not None:
-        raise _is_locked(path, holder)
+        raise _run_locked_error(path, holder)
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def lock(path: Path) -> int:
     while True:
         fd = open_no_follow(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
         try:
-            if _is_locked_by(fd, path):
+            if _try_lock(fd, path):
                 return fd
         except BaseException:
             os.close(fd)
@@ -147,27 +147,27 @@ def lock(path: Path) -> int:
         os.close(fd)
 
 
-def _is_locked_by(fd: int, path: Path) -> bool:
-    """Whether the lock of a run was taken; not if its directory was moved aside meanwhile."""
+def _try_lock(fd: int, path: Path) -> bool:
+    """Take the lock of a run; return False if its directory was moved aside meanwhile."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _is_locked(path, _holder(fd)) from None
+        raise _run_locked_error(path, _read_holder(fd)) from None
     except OSError as error:
         if (why := describe_lock_error(error)) is not None:
-            raise _without_locks(path, why) from error
+            raise _no_locks_error(path, why) from error
         raise
     if not is_same_file(fd, path / LOCK_FILE):
         return False
     if (why := explain_missing_locks(fd, path / LOCK_FILE)) is not None:
-        raise _without_locks(path, why)
+        raise _no_locks_error(path, why)
     me = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.time()}
     os.ftruncate(fd, 0)
     os.pwrite(fd, orjson.dumps(me), 0)
     return True
 
 
-def _without_locks(path: Path, why: str) -> RunDirError:
+def _no_locks_error(path: Path, why: str) -> RunDirError:
     return RunDirError(
         f"{path}: its file system keeps no locks ({why}), so a second process could work on the "
         "same run. Give --output_dir on a disk of this machine, and --mirror=URL for what must "
@@ -175,7 +175,7 @@ def _without_locks(path: Path, why: str) -> RunDirError:
     )
 
 
-def _is_locked(path: Path, holder: dict[str, Any]) -> RunLocked:
+def _run_locked_error(path: Path, holder: dict[str, Any]) -> RunLocked:
     return RunLocked(
         f"{path}: another process is working on this run: pid {holder.get('pid')} on host "
         f"{holder.get('host')}. Wait for it, or stop it and run the same command again."
@@ -191,7 +191,7 @@ def is_same_file(fd: int, path: Path) -> bool:
     return os.path.samestat(os.fstat(fd), there)
 
 
-def _holder(fd: int) -> dict[str, Any]:
+def _read_holder(fd: int) -> dict[str, Any]:
     try:
         holder = orjson.loads(os.pread(fd, 4096, 0))
     except orjson.JSONDecodeError:
@@ -199,7 +199,7 @@ def _holder(fd: int) -> dict[str, Any]:
     return holder if isinstance(holder, dict) else {}
 
 
-# What a start finds in the place of its run: other files, leftovers of a crash, an earlier run.
+# The contents of the directory before a start: other files, leftovers of a crash, an earlier run.
 
 
 def check_training_file(config: RunConfig) -> None:
@@ -225,8 +225,8 @@ def check_training_file(config: RunConfig) -> None:
         )
 
 
-def look_at_place(config: RunConfig, *, fresh: bool) -> None:
-    """Before a start is planned: refuse a run in progress, and bring one that only a mirror has.
+def prepare_directory(config: RunConfig, *, fresh: bool) -> None:
+    """Refuse a run in progress, and download a run that only a mirror has; called before planning.
 
     Raises `RunLocked`, and what `download_run` raises.
     """
@@ -272,12 +272,12 @@ _KEY = "conversation_key"
 _ENDPOINT_KEYS = ("model", "models", "base_url", "endpoints")
 """Keys of a config that determine its endpoints."""
 
-_SHOWN = 1000
+_MAX_VALUE_CHARS = 1000
 """Maximum characters of a changed value in a message."""
 
 _DISK_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
-_HELD_WHOLE = (
+_INLINE_OPTIONS = (
     "agent",
     "endpoints",
     "extra_body",
@@ -296,7 +296,7 @@ _ROWS_DEFAULTS = {
 }
 """The options that a rows file can set, as runs of earlier versions lack some of them."""
 
-_VERSIONS_OF = ("batch-trajectories", "aiohttp", "orjson", "pydantic")
+_RECORDED_PACKAGES = ("batch-trajectories", "aiohttp", "orjson", "pydantic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,14 +308,15 @@ class RunDir:
     """The digest of this start's config; see `digest_options`."""
     versions: dict[str, str]
     same_endpoints: bool
-    """The last start of this run used the same endpoints."""
+    """Whether the last start of this run used the same endpoints."""
     lock_fd: int
     directory_fds: Mapping[Path, int]
     """Open descriptors of the directories `inflight` and `workspaces`."""
     images: dict[str, str]
     """The digests of images that finished conversations worked in, by reference."""
     key: str
-    """Makes the ids of conversations that endpoints see; see `agent.models.conversation_id`."""
+    """The secret from which the ids of conversations that endpoints see are made; see
+    `agent.models.conversation_id`."""
     mirror: Mirror | None
 
     @property
@@ -333,7 +334,7 @@ class RunDir:
         """Unreadable data that was set aside."""
         return self.path / QUARANTINE
 
-    def check_is_there(self) -> None:
+    def check_exists_still(self) -> None:
         """Raise `EnvironmentStop` if the directory was moved or removed since it was locked.
 
         Writes to open files would succeed, but the data would be lost. Raises `RunLocked` if
@@ -350,8 +351,8 @@ class RunDir:
             )
 
     def problem(self) -> str | None:
-        """Why the run must stop, else None: its journals or workspaces were moved or removed, or
-        its mirror lacks too much."""
+        """The reason why the run must stop: journals or workspaces were moved or removed, or the
+        mirror lacks too much. None if it can go on."""
         if self.mirror is not None and self.mirror.problem is not None:
             return str(self.mirror.problem)
         for path, fd in self.directory_fds.items():
@@ -369,10 +370,10 @@ class RunDir:
             )
         return None
 
-    def keep_image(self, reference: str, digest: str) -> None:
-        """Keep in run.json which image a conversation worked in: later ones need the same.
+    def record_image(self, reference: str, digest: str) -> None:
+        """Write the image of a conversation to run.json, since later starts need the same one.
 
-        To be called before its record is written.
+        Call it before the record of the conversation is written.
         """
         if reference not in self.images:
             self.images[reference] = digest
@@ -405,29 +406,15 @@ def open_run_dir(
     changed since the run's first start.
     """
     path = config.run_dir
-    opened: dict[Path, int] = {}
-    lock_fd = mirror = None
-    try:
-        make_directory(path, is_inside=False, parents=True)
-        if not fresh:
-            refuse_strange_files(path)
-            refuse_links(path)
-            refuse_lost_records(path)
-        lock_fd = lock(path)
-        # What this start has written itself is no earlier run.
-        own = {LOCK_FILE, scan.path.name, scan.path.with_suffix(".json").name}
-        if fresh and any(entry.name not in own for entry in path.iterdir()):
-            # Locked while it moves, so no other process can start working in it.
-            aside = move_aside(path)
-            path.mkdir(mode=0o700)
-            moved_fd, lock_fd = lock_fd, lock(path)
-            os.close(moved_fd)
-            if scan.path.parent == path:
-                move_snapshot(aside / scan.path.name, path)
+    with _explain_os_errors(path), ExitStack() as opened:
+        lock_fd = _lock_directory(config, scan, fresh=fresh)
+        opened.callback(os.close, lock_fd)
+        mirror = None
         if config.mirror is not None:
             from batch_trajectories.mirror.mirror import Mirror  # most runs have none
 
             mirror = Mirror(config.mirror, path)
+            opened.callback(mirror.close)
             mirror.take(fresh=fresh)
         for name in (INFLIGHT, WORKSPACES, EXPORTS):
             make_directory(path / name)
@@ -440,22 +427,12 @@ def open_run_dir(
         remove_other_snapshots(path, scan.path)
         if mirror is not None:
             mirror.start(scan.path, requests_per_s=config.num_workers)
+        directory_fds = {}
         for directory in (path / INFLIGHT, path / WORKSPACES):
-            opened[directory] = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except BaseException as error:
-        with ExitStack() as stack:
-            for fd in (*opened.values(), *([] if lock_fd is None else [lock_fd])):
-                stack.callback(os.close, fd)
-            if mirror is not None:
-                mirror.close()
-        if isinstance(error, OSError):
-            if error.errno in _DISK_FAILURES:
-                raise storage_error(path, error) from error
-            raise RunDirError(
-                f"{path}: cannot use this run directory: {error.strerror or error}; choose another "
-                "place by --output_dir"
-            ) from error
-        raise
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            opened.callback(os.close, fd)
+            directory_fds[directory] = fd
+        opened.pop_all()
     same_endpoints = before is not None and all(
         before["config"].get(key) == run["config"][key] for key in _ENDPOINT_KEYS
     )
@@ -465,11 +442,54 @@ def open_run_dir(
         versions=run["versions"],
         same_endpoints=same_endpoints,
         lock_fd=lock_fd,
-        directory_fds=opened,
+        directory_fds=directory_fds,
         images=run[IMAGES],
         key=run[_KEY],
         mirror=mirror,
     )
+
+
+@contextmanager
+def _explain_os_errors(path: Path) -> Iterator[None]:
+    """Turn errors of the system inside a `with` block into `StorageError` or `RunDirError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _DISK_FAILURES:
+            raise storage_error(path, error) from error
+        raise RunDirError(
+            f"{path}: cannot use this run directory: {error.strerror or error}; choose another "
+            "place by --output_dir"
+        ) from error
+
+
+def _lock_directory(config: RunConfig, scan: Scan, *, fresh: bool) -> int:
+    """Make the directory of a run and lock it; return the descriptor of the lock.
+
+    If `fresh`, move what an earlier run has left there aside.
+    """
+    path = config.run_dir
+    make_directory(path, is_inside=False, parents=True)
+    if not fresh:
+        refuse_strange_files(path)
+        refuse_links(path)
+        refuse_lost_records(path)
+    lock_fd = lock(path)
+    try:
+        # What this start has written itself is no earlier run.
+        own = {LOCK_FILE, scan.path.name, scan.path.with_suffix(".json").name}
+        if fresh and any(entry.name not in own for entry in path.iterdir()):
+            # Locked while it moves, so no other process can start working in it.
+            aside = move_aside(path)
+            path.mkdir(mode=0o700)
+            moved_fd, lock_fd = lock_fd, lock(path)
+            os.close(moved_fd)
+            if scan.path.parent == path:
+                move_snapshot(aside / scan.path.name, path)
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    return lock_fd
 
 
 def check_reopening(config: RunConfig, scan: Scan, accept_changes: Sequence[str] = ()) -> bool:
@@ -491,7 +511,7 @@ def _identity(
     """
     path = config.run_dir
     before = read_run_json(path) if (path / RUN_FILE).exists() else None
-    run = _run_json(path, config, scan, before, accept_changes)
+    run = _compose_run_json(path, config, scan, before, accept_changes)
     if before is not None:
         refuse_narrowing(path, scan, config, before, accept_changes)
     return before, run
@@ -511,26 +531,26 @@ def write_run_json(path: Path, run: dict[str, Any], *, is_own: bool = True) -> N
 
 
 def _run_checksum(run: dict[str, Any]) -> str:
-    """Independent of the layout of the file."""
+    """Compute a checksum that does not depend on the layout of the file."""
     return f"{crc32(exact_json.dumps(run)):08x}"
 
 
-def restore_begun_defaults(config: RunConfig) -> RunConfig:
-    """The config with the defaults that the run has begun with, where they were others.
+def restore_first_defaults(config: RunConfig) -> RunConfig:
+    """Replace today's defaults by those of the run's first start, if they have changed since.
 
-    A start without the option goes on as before; one that names it is compared as usual.
+    An option that the user names keeps its value, which is compared with the run's as usual.
     """
     if not (config.run_dir / RUN_FILE).is_file():
         return config
     meaning = read_run_json(config.run_dir)["meaning"]
     if "expected_match" in meaning:
         return config
-    begun = {
+    first_defaults = {
         name: meaning.get(name, value)
         for name, value in EARLIER_DEFAULTS.items()
         if name not in config.model_fields_set
     }
-    return config.model_copy(update=begun)
+    return config.model_copy(update=first_defaults)
 
 
 def read_run_json(path: Path) -> dict[str, Any]:
@@ -551,13 +571,13 @@ def read_run_json(path: Path) -> dict[str, Any]:
                 f'it, remove "{_CHECKSUM}" from it, and run the same command again, which compares '
                 "it with the config"
             )
-        run.pop(MAC, None)  # belongs to these bytes; see `was_started_here`
+        run.pop(MAC, None)  # only `was_started_here` checks it
         if faults := find_faults(run):
             what = f"damaged ({first_few(faults)})"
             raise RunDirError(f"{path}/run.json: {what}; start over with --fresh")
         run["config"] = update_names(run["config"], run["config"].get("base_url"))
-        _refuse_names_of_files(path, run["config"])
-        # Without them, reading the config would open the rows file that it names.
+        _refuse_file_names(path, run["config"])
+        # Without these defaults, reading the config would open the rows file that it names.
         run["config"] = {**_ROWS_DEFAULTS, **run["config"]}
         return run
     what = "not written by this program (it has no `schema_version`); restore it from a copy"
@@ -574,15 +594,15 @@ def _read_plain_file(file: Path) -> bytes:
     return file.read_bytes()
 
 
-def _refuse_names_of_files(path: Path, config: Mapping[str, Any]) -> None:
+def _refuse_file_names(path: Path, config: Mapping[str, Any]) -> None:
     """Raise `RunDirError` if run.json has the name of a file in the place of its content.
 
     Reading such an option as a flag would open any file that a stranger's run.json names.
     """
-    named = [name for name in _HELD_WHOLE if isinstance(config.get(name), str)]
-    if named:
+    texts = [name for name in _INLINE_OPTIONS if isinstance(config.get(name), str)]
+    if texts:
         raise RunDirError(
-            f"{path}/run.json: config.{named[0]}: a text, where a run holds the content itself; "
+            f"{path}/run.json: config.{texts[0]}: a text, where a run holds the content itself; "
             "this file was not written by this program, restore it from a copy"
         )
 
@@ -599,24 +619,31 @@ def was_started_here(path: Path) -> bool:
 
 
 def find_run_dir(run: Path | str, output_dir: Path) -> Path:
-    """The directory of a run, given by it or by a name in `output_dir`; it may not be there."""
-    path, named = Path(run), output_dir / run
-    is_path = (path / RUN_FILE).exists() or (path.exists() and not named.exists())
-    return path if is_path else named
+    """The directory of a run that is given by its path or its name in `output_dir`.
+
+    The directory may not exist.
+    """
+    path, by_name = Path(run), output_dir / run
+    is_path = (path / RUN_FILE).exists() or (path.exists() and not by_name.exists())
+    return path if is_path else by_name
 
 
-def runs_in(output_dir: Path) -> list[str]:
-    """The names of the runs in a directory. Hidden ones are no runs: they are being made."""
+def list_run_names(output_dir: Path) -> list[str]:
+    """The names of the runs in a directory. A hidden one is a run that is still being made."""
     return sorted(path.parent.name for path in output_dir.glob("[!.]*/run.json"))
 
 
-def _run_json(
+def _compose_run_json(
     path: Path,
     config: RunConfig,
     scan: Scan,
     before: dict[str, Any] | None,
     accept_changes: Sequence[str],
 ) -> dict[str, Any]:
+    """Make the new run.json, given that of the last start; None if this is the first one.
+
+    Raises `ConfigError` for changes that are not accepted.
+    """
     meaning = data_options(config)
     now = fill_defaults(meaning)
     known = (*now, *NARROWING, IMAGES)
@@ -629,7 +656,7 @@ def _run_json(
     images: dict[str, str] = {}
     created, key = time.time(), new_run_key()
     if before is None:
-        if _holds_work(path):
+        if _has_work(path):
             raise RunDirError(
                 f"{path}: it has records but no run.json, so their config is unknown; put run.json "
                 "back, or start over with --fresh"
@@ -637,7 +664,7 @@ def _run_json(
     else:
         created, history = before["created"], before["history"]
         key = str(before.get(_KEY) or key)
-        if (shard := before["config"].get("shard")) != config.shard and _holds_work(path):
+        if (shard := before["config"].get("shard")) != config.shard and _has_work(path):
             raise ConfigError(
                 f"{path}: this run is for {f'shard {shard}' if shard else 'the whole dataset'}, "
                 f"now {f'shard {config.shard}' if config.shard else 'the whole dataset'} is "
@@ -660,7 +687,7 @@ def _run_json(
             }
             images = images | replaced
         refused = {key: change for key, change in changes.items() if key not in accept_changes}
-        if refused and _holds_work(path):
+        if refused and _has_work(path):
             raise ConfigError(_explain_changes(path, refused))
         if changes:
             history = [*history, {"at": time.time(), "changes": changes}]
@@ -672,7 +699,7 @@ def _run_json(
         "meaning": meaning,
         "config": config.to_json(),
         "dataset": describe_dataset(scan),
-        "versions": {"python": platform.python_version(), **package_versions(_VERSIONS_OF)},
+        "versions": {"python": platform.python_version(), **package_versions(_RECORDED_PACKAGES)},
         "history": history,
         IMAGES: images,
         _KEY: key,
@@ -694,7 +721,7 @@ def describe_dataset(scan: Scan) -> dict[str, Any]:
     }
 
 
-def _holds_work(path: Path) -> bool:
+def _has_work(path: Path) -> bool:
     """Whether the run has records or journals, which must not be mixed with another config's."""
     records = path / RECORDS_FILE
     if records.exists() and records.stat().st_size:
@@ -705,7 +732,7 @@ def _holds_work(path: Path) -> bool:
 def _explain_changes(path: Path, changes: dict[str, dict[str, Any]]) -> str:
     lines = [f"{path}: this run has another config; mixing the two would spoil the data:"]
     lines += [
-        f"  {key}: the run has {_shown(change['from'])}, now {_shown(change['to'])}"
+        f"  {key}: the run has {_excerpt(change['from'])}, now {_excerpt(change['to'])}"
         for key, change in changes.items()
     ]
     lines.append(
@@ -715,8 +742,8 @@ def _explain_changes(path: Path, changes: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _shown(value: Any) -> str:
-    return clip(repr(value), max_chars=_SHOWN)
+def _excerpt(value: Any) -> str:
+    return clip(repr(value), max_chars=_MAX_VALUE_CHARS)
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:

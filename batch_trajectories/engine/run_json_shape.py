@@ -79,7 +79,7 @@ _NOT_NEGATIVE = (
     ("config", "max_attempts"),
 )
 
-_MOST_TASKS = 1 << 40
+_MAX_TASKS = 1 << 40
 """Highest number of rows or samples; more than any disk holds."""
 
 
@@ -108,7 +108,7 @@ def _has_shape(value: Any, types: tuple[type, ...], keys: tuple[str, ...]) -> bo
     if keys not in _NOT_NEGATIVE:
         return True
     number: Any = value
-    return bool(0 <= number <= (_LATEST_S if keys == ("created",) else _MOST_TASKS))
+    return bool(0 <= number <= (_LATEST_S if keys == ("created",) else _MAX_TASKS))
 
 
 def _faults_inside(run: Mapping[str, Any]) -> list[str]:

@@ -76,7 +76,7 @@ class Owed(NamedTuple):
     """See `RunTotals.not_needed`."""
 
 
-def owed(run_dir: Path, scan: Scan, config: RunConfig | None, without: Iterable[int]) -> Owed:
+def count_owed(run_dir: Path, scan: Scan, config: RunConfig | None, without: Iterable[int]) -> Owed:
     """Sort the tasks `without` a record, for a manifest; if `config` is None, all of them count."""
     failed_attempts = load_failed_attempts(run_dir)
     numbers = array("I", without)
@@ -117,7 +117,7 @@ def stopping_rule(config: RunConfig | None) -> StoppingRule | None:
     return stopping_rule(config)
 
 
-_REASONS_SHOWN = 5
+_MAX_LISTED_REASONS = 5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -158,7 +158,7 @@ class RunTotals:
     failures: Mapping[str, int] = field(default_factory=dict)
     """Failed tasks by class."""
     reasons: Sequence[Mapping[str, Any]] = ()
-    """Why they failed, the most frequent first: `class`, `message`, `count`."""
+    """The reasons why tasks failed, the most frequent first: `class`, `message`, `count`."""
     turns: int = 0
     tool_calls: int = 0
     input_tokens: int = 0
@@ -394,10 +394,10 @@ def as_table(totals: RunTotals) -> str:
         f"  failed     {totals.failed:>9,}{_list_counts(totals.failures)}",
         *(
             f"             {reason['count']:>9,}  {reason['class']}: {reason['message']}"
-            for reason in totals.reasons[:_REASONS_SHOWN]
+            for reason in totals.reasons[:_MAX_LISTED_REASONS]
         ),
         f"  discarded  {totals.discarded:>9,}{_bad_rows(totals)}",
-        f"  pending    {totals.pending:>9,}{_under_way(totals)}",
+        f"  pending    {totals.pending:>9,}{_describe_in_flight(totals)}",
         f"turns {totals.turns:,}, tool calls {totals.tool_calls:,}, "
         f"tokens {totals.input_tokens:,} in and {totals.output_tokens:,} out"
         + (f" (unknown for {unknown:,} of the tasks)" if unknown else ""),
@@ -476,7 +476,7 @@ def _describe_stopped(totals: RunTotals) -> list[str]:
     ]
 
 
-def _under_way(totals: RunTotals) -> str:
+def _describe_in_flight(totals: RunTotals) -> str:
     if not totals.under_way:
         return ""
     return f"  {totals.under_way:,} in flight, {plural(totals.turns_under_way, 'turn')} saved"

@@ -246,7 +246,7 @@ class SharedLimits:
         self.left = Cost()
         """The budget that no run had at the last look at the ledger."""
         self.problem: EnvironmentStop | RunLocked | None = None
-        """Why the run must stop."""
+        """The reason why the run must stop."""
 
     def join(self, spent: Cost) -> Cost:
         """Open this run's account; return the amount that counts as spent by it, at least `spent`.
@@ -332,7 +332,7 @@ class SharedLimits:
         deadline = time.monotonic() + _CLOSE_S
         while not isinstance(self.problem, RunLocked):
             try:
-                me = self._refreshed()
+                me = self._refresh()
                 if self._write(replace(me, is_open=False), share=0.0, account=self._account):
                     return None
             except (RunLocked, RunDirError) as error:
@@ -376,7 +376,7 @@ class SharedLimits:
 
     def _look(self) -> bool:
         """Read the ledger, and write what must change; False where others were faster."""
-        me = self._refreshed()
+        me = self._refresh()
         others = self._others()
         n = 1 + sum(other.is_open for other in others.values())
         is_due = time.monotonic() - self._wrote_at >= me.beat_s
@@ -406,7 +406,7 @@ class SharedLimits:
                 self._need = None
         return True
 
-    def _refreshed(self) -> Member:
+    def _refresh(self) -> Member:
         self._ledger.refresh()
         me = self._ledger.members.get(self._id)
         if me is None or me.start != self._start:
@@ -428,7 +428,7 @@ class SharedLimits:
         return others
 
     def _fair_share(self, others: dict[str, Member], n: int) -> float:
-        """This run's part of the rates; a smaller one than before is in use when it returns."""
+        """Compute this run's part of the rates; wait until a smaller part than before is in use."""
         free = 1.0 - sum(other.share for other in others.values())
         share = max(0.0, min(1 / max(n, self._parts), free))
         with self._news:

@@ -46,7 +46,7 @@ class StoppingRule(NamedTuple):
     escalate_after: int = 0
     """Samples that a model of the cascade may fail before the next one gets the prompt."""
 
-    def to_run(self, outcomes: bytes | bytearray) -> list[int]:
+    def samples_to_run(self, outcomes: bytes | bytearray) -> list[int]:
         """The samples of a prompt that must run now or are running, given all its outcomes.
 
         Those that are still needed; those that have begun; and those before one that has ended,
@@ -69,10 +69,10 @@ class StoppingRule(NamedTuple):
         return chosen
 
     def sample_model(self, outcomes: bytes | bytearray, sample: int) -> str | None:
-        """The model of a sample in `to_run`; None without a cascade."""
+        """The model of a sample in `samples_to_run`; None without a cascade."""
         if not self.models:
             return None
-        return self.models[self._level(_missed(outcomes, sample))]
+        return self.models[self._level(_count_missed(outcomes, sample))]
 
     def is_met(self, outcomes: bytes | bytearray) -> bool:
         """Whether as many samples as are asked for have passed, and have not."""
@@ -88,14 +88,14 @@ class StoppingRule(NamedTuple):
 
     def _knows_model(self, outcomes: bytes | bytearray, sample: int, unended: int) -> bool:
         """Whether the model of a sample is the same however the `unended` ones before it end."""
-        missed = _missed(outcomes, sample)
+        missed = _count_missed(outcomes, sample)
         return self._level(missed) == self._level(missed + unended)
 
     def _level(self, missed: int) -> int:
         return min(missed // self.escalate_after, len(self.models) - 1) if self.models else 0
 
 
-def _missed(outcomes: bytes | bytearray, sample: int) -> int:
+def _count_missed(outcomes: bytes | bytearray, sample: int) -> int:
     """Number of samples before this one that have ended without passing."""
     return outcomes.count(NOT_PASSED, 0, sample) + outcomes.count(UNJUDGED, 0, sample)
 
@@ -136,7 +136,7 @@ class ModelBudgets:
         self._unknown: Counter[str] = Counter()
         """Conversations of unknown cost."""
         self._waiting: dict[str, set[int]] = {}
-        for paid in _paid_in(run_dir) if budgets else ():
+        for paid in _read_costs(run_dir) if budgets else ():
             self.add(paid.model, paid.cost_usd)
 
     def add(self, model: str | None, usd: float | None) -> None:
@@ -153,7 +153,7 @@ class ModelBudgets:
         """Whether a sample may begin; one that may not waits for another start."""
         if model is None or model not in self._budgets:
             return True
-        if self._counted(model) < self._budgets[model]:
+        if self._estimated_usd(model) < self._budgets[model]:
             return True
         self._waiting.setdefault(model, set()).add(number)
         return False
@@ -168,7 +168,7 @@ class ModelBudgets:
         ]
         return "; ".join(said) or None
 
-    def _counted(self, model: str) -> float:
+    def _estimated_usd(self, model: str) -> float:
         """Dollars, with one of unknown cost as the dearest known one, else as the whole budget."""
         each = self._dearest.get(model) or self._budgets[model]
         return self._spent[model] + self._unknown[model] * each
@@ -178,7 +178,7 @@ class ModelBudgets:
         return f" and {plural(unknown, 'conversation')} of unknown cost" if unknown else ""
 
 
-def _paid_in(run_dir: Path) -> Iterator[_Paid]:
+def _read_costs(run_dir: Path) -> Iterator[_Paid]:
     decode = msgspec.json.Decoder(_Paid).decode
     return (decode(line) for _, line in read_lines(run_dir / RECORDS_FILE, 0))
 
@@ -212,7 +212,7 @@ class Opening:
         self._begun: dict[bytes, tuple[int, Task]] = {}
 
     def begin(self, numbers: Sequence[int]) -> Iterator[Task]:
-        """Stream the tasks with these numbers, which `to_run` gave. Raises `DatasetChanged`."""
+        """Stream the tasks with these numbers of `samples_to_run`. Raises `DatasetChanged`."""
         had_begun = {number for number in numbers if self._outcomes[number] == RUNNING}
         for number in numbers:
             self._outcomes[number] = RUNNING
@@ -232,7 +232,7 @@ class Opening:
         first = number - task.sample
         of_prompt = self._outcomes[first : first + self._scan.num_samples]
         opened = []
-        for sample in self._rule.to_run(of_prompt):
+        for sample in self._rule.samples_to_run(of_prompt):
             if of_prompt[sample] == UNKNOWN:
                 new = self._choose_model(first + sample, make_sample_task(task, sample))
                 is_asked_for = self._only is None or new.key in self._only
@@ -242,7 +242,7 @@ class Opening:
         return opened
 
     def problem(self) -> str | None:
-        """Why samples that are needed do not begin in this start; None if all do."""
+        """The reason why samples that are needed do not begin in this start; None if all do."""
         return None if self._budgets is None else self._budgets.problem()
 
     def _may_begin(self, number: int, task: Task) -> bool:
@@ -320,7 +320,7 @@ def read_samples(
     met = used_up = 0
     for first in range(0, len(rows), scan.num_samples):
         of_prompt = outcomes[first : first + scan.num_samples]
-        for sample in rule.to_run(of_prompt):
+        for sample in rule.samples_to_run(of_prompt):
             states[first + sample] = TO_RUN
         if rule.is_met(of_prompt):
             met += 1

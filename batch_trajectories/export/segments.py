@@ -84,7 +84,7 @@ def views_by_conversation(
     """
     offers = _read(record.offers) or []
     tools_of = _read(record.inner_tools) or {}
-    others = other_models(record, inside=True)
+    others = other_models(record, with_inner=True)
     models = {turn.model for turn in record.turns}
     depth = (record.options or {}).get("max_subagent_depth")
 
@@ -227,13 +227,13 @@ class _Shortening:
                 self._plain[id(message)] = msgspec.to_builtins(message)
         before = [self._plain[id(message)] for message in messages]
         return [
-            message if now is was else self._stored(message, now)
+            message if now is was else self._to_stored(message, now)
             for message, was, now in zip(
                 messages, before, self._compact(before, self._after), strict=True
             )
         ]
 
-    def _stored(self, message: StoredMessage, short: Message) -> StoredMessage:
+    def _to_stored(self, message: StoredMessage, short: Message) -> StoredMessage:
         if id(message) not in self._short:
             made = msgspec.convert(short, StoredMessage)
             made = made if _is_reasoning_sent(made, self._record) else _drop_reasoning(made)
@@ -323,8 +323,8 @@ class Segment:
     segment."""
     tools: Tools
     why: str
-    """Why the segment begins: `start`, or the part of the request that changed other than by
-    messages at its end (`tools`, `system`, `reasoning`, `messages`)."""
+    """The reason why the segment begins: `start`, or the part of the request that changed otherwise
+    than by messages at its end (`tools`, `system`, `reasoning`, `messages`)."""
 
 
 def split_segments(part: ConversationViews) -> list[Segment]:

@@ -27,7 +27,7 @@ from batch_trajectories.basics.errors import help_for_write
 from batch_trajectories.basics.parts import Advance, run_in_processes
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.scan import Scan
-from batch_trajectories.engine.run_totals import owed
+from batch_trajectories.engine.run_totals import count_owed
 from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.reading import read_conversation, refuse_all_masked
 from batch_trajectories.export.conversation.rewards import why_not_passed
@@ -88,7 +88,7 @@ class Routed(NamedTuple):
 
 
 class _Part:
-    """Some of the records of a run: their rows in files of their own, and their counts."""
+    """The rows and counts of some of the records of a run, in files of their own."""
 
     def __init__(self, files: Mapping[FileName, Path]) -> None:
         self.files = files
@@ -251,7 +251,7 @@ def export_run(
             f"{exports}: cannot write the training files: {error.strerror or error}. The records "
             f"are safe; {help_for_write(error)}, then run the same command again."
         ) from error
-    left = owed(run_dir, scan, config, order.tasks_without_record())
+    left = count_owed(run_dir, scan, config, order.tasks_without_record())
     discarded = len(scan.bad_rows) * num_samples
     manifest = {
         "schema_version": 1,

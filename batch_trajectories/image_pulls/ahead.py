@@ -27,7 +27,7 @@ from batch_trajectories.engine.local_workers import (
     start_without_main,
 )
 from batch_trajectories.image_pulls.fetching import Fetched, fetch_all
-from batch_trajectories.image_pulls.references import images_of_tasks
+from batch_trajectories.image_pulls.references import list_task_images
 from batch_trajectories.records.names import LOG_FILE
 from toolsets.images.names import ImageError
 from toolsets.images.registry.pulling import Puller
@@ -130,7 +130,7 @@ async def _fetch(setup: _Setup) -> None:
         else:
             counts["here" if fetched.was_here else "fetched"] += 1
 
-    references = images_of_tasks(setup.scan, setup.numbers, setup.docker_image)
+    references = list_task_images(setup.scan, setup.numbers, setup.docker_image)
     async with Puller(setup.images, setup.registry, is_ahead=True) as puller:
         await fetch_all(puller, store, references, report)
     _log.info(

@@ -23,7 +23,7 @@ from batch_trajectories.image_pulls.building import (
     list_builds,
 )
 from batch_trajectories.image_pulls.fetching import Fetched, fetch_all
-from batch_trajectories.image_pulls.references import images_of_row, images_of_tasks
+from batch_trajectories.image_pulls.references import list_row_images, list_task_images
 from toolsets.images.registry.pulling import BlobEntry, Puller
 from toolsets.images.registry.settings import RegistrySettings
 from toolsets.images.store import ImageStore
@@ -39,7 +39,7 @@ class PullTotals:
     unbuilt: int = 0
     """Number of images whose build failed."""
     errors: list[str] = field(default_factory=list)
-    """Why images could not be fetched; each names its image."""
+    """The reasons why images could not be fetched; each names its image."""
     blobs: set[BlobEntry] = field(default_factory=set)
     """The different layers and configurations of the images that were fetched."""
     received_bytes: int = 0
@@ -108,12 +108,12 @@ async def _fetch(store: ImageStore, config: RunConfig, references: Iterator[str]
     return outcome
 
 
-def images_of_run(scan: Scan, config: RunConfig) -> Iterator[str]:
+def list_run_images(scan: Scan, config: RunConfig) -> Iterator[str]:
     """Yield the images of a run's rows, each once."""
-    return images_of_tasks(scan, range(scan.tasks), config.docker_image)
+    return list_task_images(scan, range(scan.tasks), config.docker_image)
 
 
-def builds_of_dataset(config: RunConfig) -> dict[str, ImageBuild]:
+def list_dataset_builds(config: RunConfig) -> dict[str, ImageBuild]:
     """List the images that must be built for a dataset, by name; only Harbor tasks have such.
 
     Raises `DatasetError` if the dataset is not there or a file of a task cannot be read.
@@ -125,7 +125,7 @@ def builds_of_dataset(config: RunConfig) -> dict[str, ImageBuild]:
         raise DatasetError(f"{error.filename}: cannot read it: {error.strerror}") from error
 
 
-def images_of_dataset(config: RunConfig) -> Iterator[str]:
+def list_dataset_images(config: RunConfig) -> Iterator[str]:
     """Yield the images of the rows of a dataset, each once.
 
     Raises `DatasetError` for a row that cannot be read, and if no row names an image.
@@ -145,7 +145,7 @@ def images_of_dataset(config: RunConfig) -> Iterator[str]:
             columns = columns_in(line)
             if ERROR_COLUMN in columns:  # it cannot run, so it needs no image
                 continue
-            names = images_of_row(columns, config.docker_image)
+            names = list_row_images(columns, config.docker_image)
         except ValueError as error:
             raise DatasetError(f"{config.dataset_file}: row {rows}: {error}") from error
         usable += 1

@@ -22,7 +22,7 @@ class Fetched(NamedTuple):
 
     reference: str
     manifest: Manifest | None = None
-    """None if it was here, if another process fetches it, or if it failed."""
+    """The manifest; None if the image was here, another process fetches it, or it failed."""
     error: str | None = None
     was_here: bool = False
 

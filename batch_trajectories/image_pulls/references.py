@@ -9,7 +9,7 @@ from batch_trajectories.dataset.row_workspace import read_image
 from batch_trajectories.dataset.scan import Scan, tasks
 
 
-def images_of_row(columns: Mapping[str, Any], default: str | None) -> list[str]:
+def list_row_images(columns: Mapping[str, Any], default: str | None) -> list[str]:
     """The images of a row and of its check; `default` is for rows that name none.
 
     Raises `ValueError` if the row's column cannot be read.
@@ -22,11 +22,11 @@ def images_of_row(columns: Mapping[str, Any], default: str | None) -> list[str]:
     return [name for name in names if name]
 
 
-def images_of_tasks(scan: Scan, numbers: Iterable[int], default: str | None) -> Iterator[str]:
+def list_task_images(scan: Scan, numbers: Iterable[int], default: str | None) -> Iterator[str]:
     """Yield the images of tasks, each once. Raises `DatasetChanged`."""
     seen: set[str] = set()
     for task in tasks(scan, _first_samples(scan, numbers)):
-        for name in images_of_row(task.columns, default):
+        for name in list_row_images(task.columns, default):
             if name not in seen:
                 seen.add(name)
                 yield name

@@ -71,15 +71,15 @@ def parse_values(text: str, place: str, *, keeps_digits: bool = False) -> list[A
 
 def json_text(value: Any) -> str:
     """Write a value of a source as JSON, in the form that models read."""
-    return valid_utf8(_written(value))
+    return valid_utf8(_write_value(value))
 
 
-def _written(value: Any) -> str:
+def _write_value(value: Any) -> str:
     if isinstance(value, dict):
-        members = (f"{_written(str(key))}: {_written(one)}" for key, one in value.items())
+        members = (f"{_write_value(str(key))}: {_write_value(one)}" for key, one in value.items())
         return f"{{{', '.join(members)}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_written, value))}]"
+        return f"[{', '.join(map(_write_value, value))}]"
     return str(value) if isinstance(value, Digits) else json.dumps(value, ensure_ascii=False)
 
 

@@ -112,14 +112,14 @@ class Dialogue:
     sums: Mapping[str, Any] = field(default_factory=dict)
     """`usage` and `cost_usd` of all calls, as far as the source has them."""
 
-    def stored(self, at: float) -> dict[str, Any]:
+    def to_record(self, at: float) -> dict[str, Any]:
         """Return its part of a record; `at` (epoch seconds) replaces unknown times."""
         turns, runs = self._turns_and_runs(at)
         inner = [
-            {"key": one.key, "name": one.name, **one.stored(at), "tools": tools_called(one)}
+            {"key": one.key, "name": one.name, **one.to_record(at), "tools": tools_called(one)}
             for one in self.inner
         ]
-        paid = self._paid()
+        paid = self._list_replies()
         return {
             "messages": self.messages,
             "turns": turns,
@@ -135,10 +135,10 @@ class Dialogue:
             "model_returned": next((turn["model"] for turn in turns[::-1] if turn["model"]), None),
         }
 
-    def _paid(self) -> list[Any]:
+    def _list_replies(self) -> list[Any]:
         """Return the replies of this and all inner conversations; unknown usage is None."""
         own = [{"usage": None, "cost_usd": None, **reply} for reply in self.replies]
-        return [*own, *(reply for inner in self.inner for reply in inner._paid())]
+        return [*own, *(reply for inner in self.inner for reply in inner._list_replies())]
 
     def _turns_and_runs(self, at: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         turns: list[dict[str, Any]] = []
@@ -184,7 +184,7 @@ class SourceConversation:
 
     conversation: Dialogue
     api: str
-    """The dialect of its messages, or the format."""
+    """The dialect of the messages, or the format."""
     id: str | None = None
     """The id in the source; None without one."""
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -214,7 +214,7 @@ class SourceConversation:
 
         `place` tells where the conversation was read, `at` when the source was written.
         """
-        messages, content = self.conversation.messages, self.conversation.stored(at)
+        messages, content = self.conversation.messages, self.conversation.to_record(at)
         last = messages[-1]
         is_cut = len(self.conversation.replies) in self.conversation.cut
         is_answered = (

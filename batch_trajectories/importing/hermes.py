@@ -32,7 +32,7 @@ from batch_trajectories.records.records import RecordFile
 from batch_trajectories.records.tasks import Task
 
 _BATCH = re.compile(r"batch_(\d+)\.jsonl")
-_SHOWN = 20
+_MAX_LISTED = 20
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Imported:
     directory: Path
     completed: int = 0
     ended_early: int = 0
-    there: int = 0
+    already_recorded: int = 0
     """The number of tasks that had a record already."""
     repeated: list[str] = field(default_factory=list)
     """Rows (file:line) whose prompt another row has already answered."""
@@ -58,7 +58,7 @@ class Imported:
         counted = [
             (self.completed, "completed", [""]),
             (self.ended_early, "ended early", [""]),
-            (self.there, "already in this run", [""]),
+            (self.already_recorded, "already in this run", [""]),
             (len(self.repeated), "repeated, left out", self.repeated),
             (len(self.unknown), "of prompts that are not in the dataset, left out", self.unknown),
             (len(self.unreadable), "unreadable; their prompts run again", self.unreadable),
@@ -71,7 +71,7 @@ class Imported:
         lines = [f"{self.directory}: rows of that run"]
         for count, kind, places in counted:
             if count:
-                lines.append(f"{count:>9,} {kind} {first_few(places, _SHOWN)}".rstrip())
+                lines.append(f"{count:>9,} {kind} {first_few(places, _MAX_LISTED)}".rstrip())
         return "\n".join(lines)
 
 
@@ -84,7 +84,7 @@ class _Row:
     fields: dict[str, Any]
     conversation: SourceConversation
     at: float
-    """When the row was saved, epoch seconds."""
+    """The time when the row was saved, epoch seconds."""
 
     @property
     def place(self) -> str:
@@ -122,7 +122,7 @@ def import_hermes(directory: Path, scan: Scan, run_dir: RunDir) -> Imported:
             if row.number is not None:
                 answered.add(row.number)
             if taken.key in there:
-                imported.there += 1
+                imported.already_recorded += 1
                 continue
             record = as_stored(_make_record(taken, row, run_dir))
             records.add(record)

@@ -61,7 +61,7 @@ class ImportEnd:
 
     completed: int = 0
     ended_early: int = 0
-    there: int = 0
+    already_recorded: int = 0
     """The number of conversations that had a record already."""
     repeated: int = 0
     """The number of conversations that equal an earlier one of the same import."""
@@ -77,7 +77,7 @@ class ImportEnd:
         counted = [
             (self.completed, "completed", []),
             (self.ended_early, "without an answer at their end", []),
-            (self.there, "already in this run", []),
+            (self.already_recorded, "already in this run", []),
             (self.repeated, "equal to one before them, left out", []),
             (
                 len(self.changed),
@@ -183,7 +183,7 @@ def _import(
                     imported.repeated += 1
                     continue
                 if task.key in there:
-                    imported.there += 1
+                    imported.already_recorded += 1
                     continue
                 origin = {"format": place.format, "file": place.source, "line": place.line}
                 record = as_stored(read.record(task, run_dir.digest, place.at, origin))
@@ -211,7 +211,7 @@ class _Known(NamedTuple):
     occurrence: int
     """The number of the row among those with its id, from 1."""
     place: str
-    """The place at which its conversation was first read."""
+    """The place at which the conversation was first read."""
     digest: str
 
 
@@ -277,6 +277,6 @@ def _conversation_digest(found: SourceConversation) -> str:
 def digest_of_messages(found: SourceConversation) -> str:
     """Return the digest that earlier versions made, without marks and columns."""
     content = exact_json.dumps(
-        [found.conversation.stored(0.0), found.tools, found.facts, found.imported, found.id]
+        [found.conversation.to_record(0.0), found.tools, found.facts, found.imported, found.id]
     )
     return blake2b(content, digest_size=16).hexdigest()

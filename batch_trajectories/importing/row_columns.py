@@ -160,10 +160,10 @@ _DATA_URL = re.compile(r"data:(?:image|video|audio)/")
 _FILE_KEYS = frozenset({"bytes", "path", "url"})
 """The keys of pictures and sounds in tables that `datasets` writes."""
 
-_LONGEST = 1000
+_MAX_SHORT_CHARS = 1000
 _COPY_CHARS = 40
 """Minimum length of a text that counts as a copy if a message contains it."""
-_SHOWN = 60
+_MAX_VALUE_CHARS = 60
 
 
 def media_kind(name: str) -> str | None:
@@ -177,7 +177,7 @@ def is_short(value: Any) -> bool:
     """Whether a value can be filtered by: a number, true, false or a short text."""
     if isinstance(value, bool | int | float):
         return True
-    return isinstance(value, str) and len(value) < _LONGEST
+    return isinstance(value, str) and len(value) < _MAX_SHORT_CHARS
 
 
 def short_columns(row: Mapping[str, Any], *, are_metadata: bool = False) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def is_masked(marked: Mapping[str, Any], place: str, hint: str = "") -> bool:
     found = {mark: marked[mark] for mark in MARKS if marked.get(mark) is not None}
     for mark, value in found.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
-            shown = clip(repr(value), max_chars=_SHOWN)
+            shown = clip(repr(value), max_chars=_MAX_VALUE_CHARS)
             raise Unreadable(f"{place}{mark}: {shown} is none of 0, 1, false, true{hint}")
     return any(value == 0 for value in found.values())
 
@@ -343,7 +343,7 @@ def verdict_in(row: Mapping[str, Any]) -> bool | None:
         if isinstance(value, bool):
             found[name] = value
         elif name == "kto_tag" or not isinstance(value, str):
-            shown = clip(repr(value), max_chars=_SHOWN)
+            shown = clip(repr(value), max_chars=_MAX_VALUE_CHARS)
             raise Unreadable(f"{name}: {shown} is neither true nor false; {metadata_hint([name])}")
     if len(set(found.values())) > 1:
         raise Unreadable("kto_tag: the row has another label")
@@ -381,7 +381,7 @@ def refuse_unknown_columns(
     ]
     if unknown:
         name, more = unknown[0], unknown[1:]
-        shown = clip(repr(row[name]), max_chars=_SHOWN)
+        shown = clip(repr(row[name]), max_chars=_MAX_VALUE_CHARS)
         also = f"; so are {', '.join(more)}" if more else ""
         raise Unreadable(f"{name}: the column is unknown: {shown}{also}; {metadata_hint(unknown)}")
 

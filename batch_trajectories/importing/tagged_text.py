@@ -35,7 +35,7 @@ _EXAMPLE = re.compile(r".*?<tool_call>\s*\n.*?\n\s*</tool_call>", re.DOTALL)
 """Matches the instructions after the tools in both, which end with an example call."""
 _XML_CALL = re.compile(r"<function=([^>\s]+)>\s*(.*?)\s*</function>", re.DOTALL)
 _XML_ARGUMENT = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-_SHOWN = 40
+_MAX_TEXT_CHARS = 40
 
 
 class TaggedReply(NamedTuple):
@@ -92,7 +92,7 @@ def read_function_call(text: str, place: str) -> TaggedReply:
         return read_reply(text, place)
     if begin := _XML_CALL.search(text):
         return _read_xml(text, begin.start(), place)
-    shown = clip(text, max_chars=_SHOWN)
+    shown = clip(text, max_chars=_MAX_TEXT_CHARS)
     raise Unreadable(f"{place}: neither JSON nor a known form of a call: {shown!r}")
 
 
@@ -111,7 +111,7 @@ def _read_xml(text: str, begin: int, place: str) -> TaggedReply:
 
 def _refuse_words(text: str, place: str) -> None:
     if text.strip():
-        shown = clip(text.strip(), max_chars=_SHOWN)
+        shown = clip(text.strip(), max_chars=_MAX_TEXT_CHARS)
         raise Unreadable(f"{place}: text between or after its calls: {shown!r}")
 
 
@@ -190,7 +190,7 @@ def _blocks(text: str, tag: str, place: str) -> Iterator[str]:
     rest = text.strip()
     while rest:
         if not rest.startswith(opening):
-            shown = clip(rest, max_chars=_SHOWN)
+            shown = clip(rest, max_chars=_MAX_TEXT_CHARS)
             raise Unreadable(f"{place}: text between or after {opening} blocks: {shown!r}")
         rest = rest.removeprefix(opening)
         body = rest.lstrip()

@@ -70,7 +70,7 @@ from toolsets.workspace.removal import remove_tree
 MakeResults = Callable[[Path, Scan, RunConfig], object]
 """Writes the training files and the summary of a run."""
 
-_SHOWN = 10
+_MAX_LISTED = 10
 _READY = "ready.json"
 
 _OWN_KEYS = ("run_name", "output_dir", "dataset_file", "shard")
@@ -82,17 +82,19 @@ class MergeResult:
     """The result of `merge`."""
 
     path: Path
-    taken: Mapping[Path, int]
+    records_by_run: Mapping[Path, int]
     """Number of records by source."""
     equal: int
     """Records that were also in another run, byte for byte."""
 
     def describe(self) -> str:
         """The numbers of records for a person: a line per run, and the sum."""
-        lines = [f"{count:>9,} records of {run}" for run, count in self.taken.items()]
+        lines = [f"{count:>9,} records of {run}" for run, count in self.records_by_run.items()]
         if self.equal:
             lines.append(f"{self.equal:>9,} of them were equal in two runs and are taken once")
-        return "\n".join([*lines, f"{sum(self.taken.values()):>9,} records in {self.path}"])
+        return "\n".join(
+            [*lines, f"{sum(self.records_by_run.values()):>9,} records in {self.path}"]
+        )
 
 
 def common_config(
@@ -169,8 +171,8 @@ def merge(
         ready = read_json(beside / _READY)
         if ready is not None and _put_in_place(beside, into) and ready["wanted"] == wanted:
             remove_tree(beside)
-            taken = {path: ready["taken"][str(path)] for path, _ in runs}
-            return MergeResult(into, taken, ready["equal"])
+            records_by_run = {path: ready["taken"][str(path)] for path, _ in runs}
+            return MergeResult(into, records_by_run, ready["equal"])
         is_moved = ready is None and not (beside / into.name).exists()
         if is_moved and (merged := _find_merged(into, runs)) is not None:
             remove_tree(beside)  # a killed merge has left the rest of it
@@ -185,9 +187,9 @@ def merge(
             (beside / _READY).unlink(missing_ok=True)
             training_path(making).unlink(missing_ok=True)
             remove_tree(making)
-            taken, equal = _write_run(making, runs, config, scan)
+            records_by_run, equal = _write_run(making, runs, config, scan)
             make(making, scan, config)
-            sources = {str(path): count for path, count in taken.items()}
+            sources = {str(path): count for path, count in records_by_run.items()}
             replace_json(beside / _READY, {"wanted": wanted, "taken": sources, "equal": equal})
         except BaseException:
             remove_tree(beside)
@@ -196,18 +198,20 @@ def merge(
             remove_tree(beside)
             _refuse_existing(into)
         remove_tree(beside)
-    return MergeResult(into, taken, equal)
+    return MergeResult(into, records_by_run, equal)
 
 
 def _find_merged(into: Path, runs: Sequence[tuple[Path, dict[str, Any]]]) -> MergeResult | None:
     """The result of an earlier merge of the same runs; None if there is no such run."""
     try:
         made_of = read_run_json(into)["history"][-1]["merged"]
-        taken = {path: made["records"] for (path, _), made in zip(runs, made_of, strict=True)}
+        records_by_run = {
+            path: made["records"] for (path, _), made in zip(runs, made_of, strict=True)
+        }
     except (RunDirError, LookupError, TypeError, ValueError):
         return None
-    is_same = [str(path) for path in taken] == [made["path"] for made in made_of]
-    return MergeResult(into, taken, 0) if is_same else None
+    is_same = [str(path) for path in records_by_run] == [made["path"] for made in made_of]
+    return MergeResult(into, records_by_run, 0) if is_same else None
 
 
 def _refuse_existing(into: Path) -> None:
@@ -236,7 +240,10 @@ def _put_in_place(beside: Path, into: Path) -> bool:
 def _write_run(
     making: Path, runs: Sequence[tuple[Path, dict[str, Any]]], config: RunConfig, scan: Scan
 ) -> tuple[dict[Path, int], int]:
-    """Write all files of the new run but its exports; return `MergeResult.taken` and `equal`."""
+    """Write all files of the new run but its exports.
+
+    Return `MergeResult.records_by_run` and `equal`.
+    """
     for directory in (making, making / INFLIGHT, making / WORKSPACES):
         directory.mkdir(mode=0o700)
     dataset = describe_dataset(scan)
@@ -244,7 +251,7 @@ def _write_run(
         link_snapshot(scan.path, making)
         dataset["path"] = str(config.run_dir.resolve() / scan.path.name)
     paths = [path for path, _ in runs]
-    taken, equal = _copy_records(making, paths)
+    records_by_run, equal = _copy_records(making, paths)
     _join_lines(making, paths, FAILURES_FILE, is_needed=True, accept=_is_whole_failure)
     for name in (SCORES_FILE, LABELS_FILE, TEACHER_FILE):
         _join_lines(making, paths, name)
@@ -252,7 +259,7 @@ def _write_run(
         make_directory(making / RETAINED_WORKSPACES)
         link_file(kept, making / RETAINED_WORKSPACES)
     first = runs[0][1]
-    sources = [{"path": str(path), "records": count} for path, count in taken.items()]
+    sources = [{"path": str(path), "records": count} for path, count in records_by_run.items()]
     identity = {
         **first,
         "run_name": config.run_name,
@@ -264,7 +271,7 @@ def _write_run(
     }
     # The config is that of the first run, but all have the same meaning.
     write_run_json(making, identity, is_own=all(map(was_started_here, paths)))
-    return taken, equal
+    return records_by_run, equal
 
 
 def _is_whole_failure(line: bytes) -> bool:
@@ -314,7 +321,7 @@ def _copy_records(making: Path, paths: Sequence[Path]) -> tuple[dict[Path, int],
     Returns the number of records by source, and of records that were equal in two runs.
     """
     seen: dict[bytes, tuple[Path, bytes]] = {}
-    taken = dict.fromkeys(paths, 0)
+    records_by_run = dict.fromkeys(paths, 0)
     differing = []
     equal = 0
     with closing(RecordFile(making, making / QUARANTINE)) as records:
@@ -323,7 +330,7 @@ def _copy_records(making: Path, paths: Sequence[Path]) -> tuple[dict[Path, int],
                 content = hashlib.blake2b(record.line, digest_size=16).digest()
                 if key not in seen:
                     seen[key] = (path, content)
-                    taken[path] += 1
+                    records_by_run[path] += 1
                     records.add(record)
                 elif seen[key][1] == content:
                     equal += 1
@@ -332,11 +339,11 @@ def _copy_records(making: Path, paths: Sequence[Path]) -> tuple[dict[Path, int],
         if differing:
             raise RunDirError(
                 f"{len(differing)} tasks have different records in two runs: "
-                f"{first_few(differing, _SHOWN, separator='; ')}. It is unknown which is right; "
-                "merge only runs with different rows"
+                f"{first_few(differing, _MAX_LISTED, separator='; ')}. It is unknown which is "
+                "right; merge only runs with different rows"
             )
         records.sync()
-    return taken, equal
+    return records_by_run, equal
 
 
 def _current_records(path: Path) -> Iterator[tuple[bytes, Record]]:

@@ -281,7 +281,7 @@ class _Facts(NamedTuple):
     """The result of checking a whole record."""
 
     fields: IndexFields
-    """The facts for its row in the index."""
+    """The facts for the row of the record in the index."""
     problems: Sequence[str]
 
 

@@ -50,9 +50,9 @@ log = logging.getLogger(__name__)
 
 SEND_EVERY_S = 1.0
 HEARTBEAT_S = 10.0
-"""After so many seconds an empty part shows that the holder works."""
+"""Seconds after which the holder writes an empty part, to show that it works."""
 STALE_S = 45.0
-"""After so many seconds without a new part, another start takes the lease."""
+"""Seconds without a new part after which another start takes the lease."""
 LAG_S = 30.0
 """Maximum seconds of the run that the mirror may lack; beyond it the run stops."""
 _MAX_FAILURES = 3
@@ -340,7 +340,7 @@ class _Pending(NamedTuple):
     content: bytes
     unsent: Unsent
     looked_at: float
-    """The monotonic time at which its changes were collected."""
+    """The monotonic time at which the changes were collected."""
     is_last: bool
 
 

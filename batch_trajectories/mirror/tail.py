@@ -77,7 +77,7 @@ class LogPart(NamedTuple):
     fence: int
     holder: Mapping[str, Any]
     at: float
-    """The time of its creation in epoch seconds, for people only: no decision depends on it."""
+    """The time of creation in epoch seconds, for people only: no decision depends on it."""
     pieces: Sequence[Piece] = ()
     gone: Sequence[str] = ()
     is_end: bool = False

@@ -126,7 +126,7 @@ def _places(
         for path in {os.path.abspath(text), os.path.realpath(text)} if text else ():  # noqa: PTH100
             if _is_of_one_machine(path):
                 yield path, _PATH
-    for text in _texts_of(config.to_json()):
+    for text in _find_texts(config.to_json()):
         path = text.partition(":")[0]
         if text.startswith("/") and path != config.workdir and _is_of_one_machine(path):
             yield path, _PATH
@@ -142,12 +142,12 @@ def _is_of_one_machine(path: str) -> bool:
     return path.count("/") >= 2 and not path.startswith(_SYSTEM)
 
 
-def _texts_of(value: Any) -> Iterator[str]:
+def _find_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
         for one in value.values() if isinstance(value, dict) else value:
-            yield from _texts_of(one)
+            yield from _find_texts(one)
 
 
 def _urls(endpoint: Any) -> Iterator[str | None]:

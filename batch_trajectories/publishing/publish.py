@@ -77,7 +77,7 @@ PUBLICATION_FORMAT = 1
 
 _BLOCK = 1 << 20
 
-_SHOWN = 10
+_MAX_LISTED = 10
 """The most findings that a refusal lists."""
 
 
@@ -103,7 +103,7 @@ def publish(stored: StoredRun, recipe: Recipe, out: Path, choices: Choices) -> d
     """
     out = Path(os.path.abspath(out))  # noqa: PTH100 - a link in the place of `out` must stay one
     try:
-        with _staged(out, replaces=choices.replace) as directory:
+        with _stage_directory(out, replaces=choices.replace) as directory:
             return _make(stored, recipe, directory, choices)
     except OSError as error:
         raise EnvironmentStop(
@@ -113,7 +113,7 @@ def publish(stored: StoredRun, recipe: Recipe, out: Path, choices: Choices) -> d
 
 
 @contextmanager
-def published_temporarily(
+def publish_temporarily(
     stored: StoredRun, recipe: Recipe, choices: Choices
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Make a publication in a temporary directory; yields the directory and its manifest."""
@@ -139,7 +139,7 @@ def _refuse_place(out: Path, *, replaces: bool) -> None:
 
 
 @contextmanager
-def _staged(out: Path, *, replaces: bool) -> Iterator[Path]:
+def _stage_directory(out: Path, *, replaces: bool) -> Iterator[Path]:
     """Yield a directory that gets the name `out` if nothing fails; else it is removed."""
     staging = out.with_name(f".{out.name}.publishing")
     aside = out.with_name(f".{out.name}.replaced")
@@ -295,7 +295,7 @@ def _facts(
 
 
 def _describe_source(dataset: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the prompts come from: a dataset of the hub, or the names of files."""
+    """Describe the source of the prompts: a dataset of the hub, or the names of files."""
     source = dataset.get("source") or {}
     name = str(source.get("source") or dataset["path"])
     is_hub = name.startswith(HUB_PREFIX)
@@ -368,7 +368,8 @@ def _refuse_private(
     places = [f"{one.path}, line {one.line}: {one.kind}" for one in found]
     raise ConfigError(
         f"{plural(len(found), 'place')} of the publication would tell something private, so "
-        f"nothing was published: {first_few(places, _SHOWN, separator='; ')}. Leave conversations "
-        "out by a filter of the recipe (`label RUN ID`, then filters: {label: not_rejected}), "
-        "withhold prompts by --prompts=digests, or name a text that may be published by --allow"
+        f"nothing was published: {first_few(places, _MAX_LISTED, separator='; ')}. Leave "
+        "conversations out by a filter of the recipe (`label RUN ID`, then filters: {label: "
+        "not_rejected}), withhold prompts by --prompts=digests, or name a text that may be "
+        "published by --allow"
     )

@@ -32,7 +32,7 @@ PROMPTS_FILE = "prompts.jsonl"
 SCRIPT_FILE = "script.yaml"
 DISTRIBUTION_FILE = "distribution.yaml"
 
-_OF_THE_PLACE = frozenset({"ephemeral_system_prompt", "log_level", "run_name"})
+_LOCAL_OPTIONS = frozenset({"ephemeral_system_prompt", "log_level", "run_name"})
 """Harmless options that are not published: they belong to the start, or are a secret."""
 
 KEPT = frozenset(
@@ -121,7 +121,7 @@ def publish_config(config: RunConfig, *, name: str, with_prompts: bool) -> Publi
     given = {
         key: value
         for key, value in stored.items()
-        if key not in _OF_THE_PLACE and _is_given(key, value)
+        if key not in _LOCAL_OPTIONS and _is_given(key, value)
     }
     kept = {key: value for key, value in given.items() if key in (*HARMLESS, *KEPT)}
     options: dict[str, Any] = {"run_name": name, **kept}
@@ -180,7 +180,7 @@ def find_foreign_options(options: Mapping[str, Any]) -> Iterator[str]:
             case "models":
                 is_usual = isinstance(value, dict | list)
             case _:
-                is_usual = name in KEPT or (name in HARMLESS and name not in _OF_THE_PLACE)
+                is_usual = name in KEPT or (name in HARMLESS and name not in _LOCAL_OPTIONS)
         if not is_usual:
             yield f"{CONFIG_FILE}: {name}: a publication has no such option; do not start this job"
 

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 from pydantic import BaseModel, Field, ValidationError
@@ -46,7 +46,7 @@ _BLOCK = 1 << 20
 
 _PROGRAM = "batch-trajectories"
 
-_OF_THE_HUB = (".gitattributes",)
+_HUB_FILES = (".gitattributes",)
 _CACHE_OF_THE_HUB = ".cache/huggingface"
 """Files that a download from the hub adds; no loader of datasets reads them."""
 
@@ -232,11 +232,11 @@ def find_differences(found: Publication, other: Publication) -> Iterator[str]:
 def count_lines(path: Path) -> int:
     """The number of lines of a file, a last one without a newline included."""
     with path.open("rb") as file:
-        return _digest_and_lines(file, None)[2]
+        return _read_content(file).lines
 
 
 def _problem_of_name(name: str) -> str | None:
-    """Why no file of a publication may have this name; None if one may."""
+    """The reason why no file of a publication may have this name; None if one may."""
     parts = name.split("/")
     if name.startswith("/") or ".." in parts:
         return "which leads out of the directory"
@@ -267,7 +267,7 @@ def _strange_entries(directory: Path, listed: Mapping[str, _File]) -> Iterator[s
                     pending.append(name)
             elif not entry.is_file(follow_symlinks=False):
                 yield f"{_on_one_line(name)}: not a plain file"
-            elif name not in listed and name not in (MANIFEST_FILE, *_OF_THE_HUB):
+            elif name not in listed and name not in (MANIFEST_FILE, *_HUB_FILES):
                 yield f"{_on_one_line(name)}: not in the manifest, so somebody has added it"
 
 
@@ -284,13 +284,13 @@ def _problem_of_file(directory: Path, file: _File, work: LongWork) -> str | None
                 return f"{size:,} bytes, published were {file.bytes:,}; not read"
             if size > _MAX_FILE_BYTES:
                 return f"{size:,} bytes are too many; not read"
-            size, digest, lines = _digest_and_lines(opened, work)
+            content = _read_content(opened, work)
     except OSError as error:
         return error.strerror or str(error)
-    if (size, digest) != (file.bytes, file.sha256):
-        return f"its content is not what was published (sha256 {digest})"
-    if file.path.endswith(".jsonl") and lines != file.rows:
-        return f"{lines:,} rows, but the manifest says {file.rows:,}"
+    if (content.size, content.sha256) != (file.bytes, file.sha256):
+        return f"its content is not what was published (sha256 {content.sha256})"
+    if file.path.endswith(".jsonl") and content.lines != file.rows:
+        return f"{content.lines:,} rows, but the manifest says {file.rows:,}"
     if file.path.endswith(".parquet"):
         return _problem_of_parquet(directory / file.path, file.rows)
     return None
@@ -326,8 +326,17 @@ def _open(directory: Path, name: str) -> BinaryIO:
     return os.fdopen(opened, "rb", buffering=0)
 
 
-def _digest_and_lines(file: BinaryIO, work: LongWork | None) -> tuple[int, str, int]:
-    """The size, sha256 and number of lines of a file, read in blocks."""
+class _Content(NamedTuple):
+    """Facts about the content of a file."""
+
+    size: int
+    sha256: str
+    lines: int
+    """The number of lines, a last one without a newline included."""
+
+
+def _read_content(file: BinaryIO, work: LongWork | None = None) -> _Content:
+    """Read a file in blocks; return the facts about its content."""
     digest, size, lines, last = hashlib.sha256(), 0, 0, b"\n"
     while block := file.read(_BLOCK):
         digest.update(block)
@@ -336,7 +345,7 @@ def _digest_and_lines(file: BinaryIO, work: LongWork | None) -> tuple[int, str, 
         last = block[-1:]
         if work is not None:
             work.advance(len(block))
-    return size, digest.hexdigest(), lines + (last != b"\n")
+    return _Content(size, digest.hexdigest(), lines + (last != b"\n"))
 
 
 def _problems_of_config(found: Publication, file: Path) -> Iterator[str]:

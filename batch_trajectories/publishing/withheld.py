@@ -94,14 +94,16 @@ def _rewrite(path: Path, name: str, texts: Mapping[str, Sequence[str]]) -> Writt
     with path.open("rb") as file, LongWork(f"withholding prompts in {name}", unit="rows") as work:
         for line in file:
             rows += 1
-            target.write(dumps_row(_withheld(exact_json.loads(line), texts, name)))
+            target.write(dumps_row(_withhold_prompts(exact_json.loads(line), texts, name)))
             work.advance()
     digest = target.finish()
     temporary.replace(path)
     return Written(path=name, rows=rows, size=target.size, sha256=digest)
 
 
-def _withheld(row: dict[str, Any], texts: Mapping[str, Sequence[str]], name: str) -> dict[str, Any]:
+def _withhold_prompts(
+    row: dict[str, Any], texts: Mapping[str, Sequence[str]], name: str
+) -> dict[str, Any]:
     metadata = exact_json.loads(row["metadata"])
     # A row of a pair has the id of its prompt.
     prompt_id = metadata.get("prompt_id") or row["id"]
@@ -134,7 +136,7 @@ class _Replacing:
             form: mark
             for text, mark in self._marks.items()
             if len(text) >= _MIN_QUOTED
-            for form in (text, _escaped(text, ascii=False), _escaped(text, ascii=True))
+            for form in (text, _escape(text, ascii=False), _escape(text, ascii=True))
         }
         self._quoted = sorted(quoted.items(), key=lambda pair: -len(pair[0]))
         self.count = 0
@@ -161,7 +163,7 @@ class _Replacing:
         return text
 
 
-def _escaped(text: str, *, ascii: bool) -> str:
+def _escape(text: str, *, ascii: bool) -> str:
     """The text as it stands inside of a JSON string."""
     return json.dumps(text, ensure_ascii=ascii)[1:-1]
 

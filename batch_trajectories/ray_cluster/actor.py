@@ -99,8 +99,8 @@ def _work_here(connection: Connection, welcome: Welcome, setup: WorkerSetup) -> 
             return
         scratch = _make_scratch(setup, welcome.run_token)
         config = setup.config.model_copy(update={"output_dir": scratch})
-        place = _storage_name(scratch)
-        setup = replace(setup, run_dir=config.run_dir, config=config, place=place)
+        workspace_id = _storage_name(scratch)
+        setup = replace(setup, run_dir=config.run_dir, config=config, workspace_id=workspace_id)
         workspaces = setup.run_dir / WORKSPACES
         workspaces.mkdir(parents=True, exist_ok=True, mode=0o700)
         _check_sandbox(setup)

@@ -200,7 +200,7 @@ def _start_cluster(config: RunConfig) -> Mapping[str, str]:
     """Start a cluster on this machine; return the environment that its workers lack."""
     # Every process of this user can read the environment of the cluster, so it must have no keys.
     cpus = math.ceil(config.num_workers * config.worker_resources.get("num_cpus", 1))
-    with limited_environment(_RAY_NEEDS) as environment, _signals_blocked():
+    with limited_environment(_RAY_NEEDS) as environment, _block_signals():
         _init_ray(
             _LOCAL,
             num_cpus=max(cpus, os.cpu_count() or 1),
@@ -260,7 +260,7 @@ def _restore_signal_handlers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
+def _block_signals() -> Iterator[None]:
     """Protect processes that are started inside from Ctrl-C and hang-up of the terminal."""
     # Not SIGTERM, which ends Ray's own processes when the others have gone.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))

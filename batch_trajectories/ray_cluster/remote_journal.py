@@ -24,9 +24,9 @@ _RESULTS_WAIT_S = 0.02
 class RemoteJournal:
     """A `Journal` whose files the parent writes. Use it in the event loop's thread."""
 
-    def __init__(self, send: Callable[[StoreEvents], None], *, place: str) -> None:
+    def __init__(self, send: Callable[[StoreEvents], None], *, workspace_id: str) -> None:
         self._send = send
-        self._place = place
+        self._workspace_id = workspace_id
         self._lines: list[bytes] = []
         self._keys: set[bytes] = set()
         self._reply_numbers: dict[bytes, int] = {}
@@ -49,7 +49,7 @@ class RemoteJournal:
                 event,
                 assignment=assignment,
                 position=position,
-                place=self._place,
+                place=self._workspace_id,
             )
         )
         self._keys.add(key)

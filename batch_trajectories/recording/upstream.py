@@ -127,7 +127,7 @@ def _dialect_root(api: str, base_url: str) -> str:
 
 @dataclass(eq=False)
 class _OwnWorker(WorkerHandle):
-    """This process in the role of a worker, for code that is written for the parent."""
+    """This process as a worker, for code that is written for the parent and its workers."""
 
     take: Callable[[ToWorker], None] = field(default=lambda message: None)
 

@@ -497,7 +497,7 @@ def find_outward_link(run_dir: Path) -> Path | None:
     """
     inside = (entry for name in ("", *_DIRECTORIES) for entry in _scan_directory(run_dir / name))
     for entry in inside:
-        if entry.is_symlink() and not _leads_into(entry.path, run_dir):
+        if entry.is_symlink() and not _resolves_into(entry.path, run_dir):
             return Path(entry.path)
     return None
 
@@ -510,7 +510,7 @@ def _scan_directory(directory: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _leads_into(path: str, run_dir: Path) -> bool:
+def _resolves_into(path: str, run_dir: Path) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run_dir))
 
 

@@ -115,7 +115,7 @@ class IndexEntry(NamedTuple):
     error_class: str | None
     """The class of the error that failed the task; `CHECK_FAILED` if only its check failed."""
     verdict: bool | None
-    """The verdict of its check; see `records.checks`."""
+    """The verdict of the check; see `records.checks`."""
     reward: float | None
     """The reward, to seven digits."""
 

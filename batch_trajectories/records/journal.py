@@ -166,7 +166,7 @@ class JournalWriter:
 
     @property
     def wait_persisted(self) -> None:
-        """None: replies survive as soon as `append` returns."""
+        """Do nothing: replies survive as soon as `append` returns."""
         return None
 
     def flush(self) -> None:
@@ -309,7 +309,7 @@ class Inflight:
     def __init__(
         self, inflight: Path, *, read_only: bool = False, damaged: Iterable[str] = ()
     ) -> None:
-        """If `read_only`, nothing is deleted or set aside, and segments may vanish meanwhile.
+        """Read nothing yet. With `read_only` nothing is deleted, and segments may vanish meanwhile.
 
         `damaged` are lines that were set aside before, as `worker-0-0.jsonl:7`.
         """
@@ -527,7 +527,7 @@ class JournaledReplies:
     """The replies of one task in the journals."""
 
     positions: set[int] = field(default_factory=set)
-    """Their positions in the conversation; replies of a later assignment replace earlier ones."""
+    """The positions of replies in the conversation; a later assignment replaces earlier ones."""
     costs: list[float | None] = field(default_factory=list)
     """Dollars of each reply, including replaced ones; None if unknown."""
 

@@ -560,7 +560,7 @@ def decode_record(line: bytes) -> Record:
             restore_texts(record.row, record.messages, record.row_texts)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         read_object(line)  # what is no JSON is described there
-        raise _damage_from(error) from error
+        raise _describe_damage(error) from error
     for message in record.messages:
         if message.tool_call_id is None and message.role == "tool":
             place = f"messages[{record.messages.index(message)}]"
@@ -574,7 +574,7 @@ def stored_messages(messages: Sequence[Mapping[str, Any]]) -> list[StoredMessage
     return msgspec.convert(messages, list[StoredMessage])
 
 
-def _damage_from(error: Exception) -> DamagedLine:
+def _describe_damage(error: Exception) -> DamagedLine:
     problem, _, path = str(error).partition(" - at ")
     field = path.strip("`").removeprefix("$").removeprefix(".")
     where = f"`{field}`: " if field else ""

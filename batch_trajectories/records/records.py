@@ -43,15 +43,16 @@ from batch_trajectories.records.record_types import Record, decode_record
 
 _READ_AHEAD = 1 << 20
 _WRITE_BEHIND = 1 << 16
-
+"""Bytes of rows that are held in memory before they are written; the records can restore them."""
 
 HEAD = b'{"id":'
 """The beginning of a record (`engine/record.py`): its id can be read without the rest."""
 AFTER_ID = b'","status":'
+"""The text that follows the id in a record."""
 
 
 class UnreadableRecord(EnvironmentStop):
-    """A record is damaged or not in its place."""
+    """A record is damaged, or another line is at its offset."""
 
 
 class RecordFile:
@@ -101,7 +102,8 @@ class RecordFile:
         try:
             self._records.check_exists()
         except StorageError:
-            self._write_rows()  # the next start reports the loss and does not pay again
+            # The rows name the lost records, so the next start refuses instead of paying again.
+            self._write_rows()
             raise
         self._records.sync()
         self._write_rows()
@@ -219,15 +221,15 @@ def load_index(run_dir: Path, *, lenient: bool = True) -> Index:
     """
     records = run_dir / RECORDS_FILE
     rows, covered = _read_rows(run_dir / RECORDS_INDEX, records)
-    behind = bytearray()
+    missing_rows = bytearray()
     maker = RowMaker(rows)
     for offset, line in track_lines(records, covered):
         if (record := parse_record(line)) is not None:
-            behind += maker.rows(index_fields(record), offset, len(line))
+            missing_rows += maker.rows(index_fields(record), offset, len(line))
         elif not lenient:
             with records.open("rb") as file:
                 raise unreadable_record(file, offset, line)
-    return Index(rows + behind if behind else rows)
+    return Index(rows + missing_rows if missing_rows else rows)
 
 
 def _read_rows(index: Path, records: Path) -> tuple[bytes, int]:
@@ -269,18 +271,18 @@ def _update_index(records: Path, index: Path, quarantine: Path) -> list[str]:
     unreadable = set()
     file = AppendFile(index)
     try:
-        behind = bytearray(b"" if covered else MARK)
+        missing_rows = bytearray(b"" if covered else MARK)
         maker = RowMaker(rows)
         for offset, line in track_lines(records, covered):
             record = parse_record(line)
             if record is None:
                 unreadable.add(offset)
                 continue
-            behind += maker.rows(index_fields(record), offset, len(line))
-            if len(behind) >= _WRITE_BEHIND:
-                file.append(bytes(behind))
-                behind.clear()
-        file.append(bytes(behind))
+            missing_rows += maker.rows(index_fields(record), offset, len(line))
+            if len(missing_rows) >= _WRITE_BEHIND:
+                file.append(bytes(missing_rows))
+                missing_rows.clear()
+        file.append(bytes(missing_rows))
     finally:
         file.close()
     if unreadable:

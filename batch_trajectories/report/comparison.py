@@ -1,4 +1,4 @@
-"""Compare two runs: sums, and the tasks that ended differently."""
+"""Compares two runs: sums, and the tasks that ended differently."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _VALUE_CHARS = 60
 def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
     """Compare the records of two runs by task id; JSON-ready.
 
-    Keys: `runs` (see `_sums`, for each run), `options` (those that affect the data and differ:
-    {name: [first, second]}), `same_dataset`, `both` (number of tasks with records in both), `only`
-    (two lists of ids), `changed` (tasks with another status, [{"id", "from", "to"}] in the order
-    of the first run), `judged_otherwise` (the same for tasks that passed their check in only one
-    run, with true or false), `labelled_otherwise` (the same for verdicts of people), `paired` (see
-    `_mean_differences`).
+    Keys: `runs` (see `_sum_records`, for each run), `options` (those that affect the data and
+    differ: {name: [first, second]}), `same_dataset`, `both` (number of tasks with records in both),
+    `only` (two lists of ids), `changed` (tasks with another status, [{"id", "from", "to"}] in the
+    order of the first run), `judged_otherwise` (the same for tasks that passed their check in only
+    one run, with true or false), `labelled_otherwise` (the same for verdicts of people), `paired`
+    (see `_mean_differences`).
     """
     runs = [stored.identity for stored in (first, second)]
     entries = [
@@ -55,8 +55,8 @@ def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
         "runs": [
             {
                 "run_dir": str(stored.path),
-                **_sums(list(entry.values())),
-                **_spending(stored),
+                **_sum_records(list(entry.values())),
+                **_read_spending(stored),
                 "models": stored.by_model(),
                 "labels": dict(Counter(sorted(labelled.values()))),
             }
@@ -81,7 +81,7 @@ def compare(first: StoredRun, second: StoredRun) -> dict[str, Any]:
 
 
 def _list_relabelled(first: Mapping[str, str], second: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The tasks that people labelled in both runs, and not alike."""
+    """The tasks to which people gave different verdicts in the two runs."""
     return [
         {"id": task_id, "from": verdict, "to": second[task_id]}
         for task_id, verdict in first.items()
@@ -89,10 +89,10 @@ def _list_relabelled(first: Mapping[str, str], second: Mapping[str, str]) -> lis
     ]
 
 
-def _sums(entries: list[IndexEntry]) -> dict[str, Any]:
-    """The number of records, statuses and sums of one run; tokens and dollars as far as known.
+def _sum_records(entries: list[IndexEntry]) -> dict[str, Any]:
+    """Sum up the records of one run; tokens and dollars as far as they are known.
 
-    `checks` are those of `records.checks`.
+    `checks` are the sums of `records.checks`.
     """
     checks = CheckSums()
     for entry in entries:
@@ -112,7 +112,7 @@ def _sums(entries: list[IndexEntry]) -> dict[str, Any]:
     }
 
 
-def _spending(stored: StoredRun) -> dict[str, Any]:
+def _read_spending(stored: StoredRun) -> dict[str, Any]:
     """All that a run has spent, including replaced records, and what judges were paid."""
     spent = read_spending(stored.path, stored.identity["config"].get("max_attempts", NO_LIMIT))
     judges = spent_by_judges(stored.path)
@@ -254,8 +254,8 @@ def _format_money(runs: list[dict[str, Any]], kind: str) -> tuple[str, ...]:
     )
 
 
-def _format_difference(mean: float | None, form: str, unit: str = "") -> str:
-    return "" if mean is None else f"{mean:+,{form}}{unit}"
+def _format_difference(mean: float | None, format_spec: str, unit: str = "") -> str:
+    return "" if mean is None else f"{mean:+,{format_spec}}{unit}"
 
 
 def _describe_unshared(only: list[list[str]]) -> str:

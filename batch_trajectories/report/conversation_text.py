@@ -249,7 +249,7 @@ def _facts(turn: StoredTurn) -> str:
 
 
 def _values(text: str) -> Iterable[str]:
-    """Each value of a JSON object by name; the text itself if it is none."""
+    """The values of a JSON object by name; the text itself if it is no JSON object."""
     try:
         values = exact_json.loads(text)
     except exact_json.JSONDecodeError:

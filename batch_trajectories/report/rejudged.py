@@ -15,7 +15,7 @@ from batch_trajectories.records.record_types import Record, decode_record
 from batch_trajectories.records.scores import CHECK
 from batch_trajectories.report.formatting import count, one_line
 
-_SHOWN = 20
+_MAX_LISTED = 20
 _CHARS = 200
 _WORDS = {True: "passed", False: "not passed", None: "no verdict"}
 
@@ -70,12 +70,12 @@ def as_text(found: Mapping[str, Any]) -> str:
         kinds[change["from"], change["to"]].append(change)
     for (before, now), some in kinds.items():
         lines.append(f"{_WORDS[before]} -> {_WORDS[now]}: {count(len(some))}")
-        for change in some[:_SHOWN]:
+        for change in some[:_MAX_LISTED]:
             why = one_line(f"{change['then']} -> {change['now']}", _CHARS)
             image = "; another image" if "images" in change else ""
             lines.append(f"  {change['id']}  {why}{image}")
-        if len(some) > _SHOWN:
-            lines.append(f"  and {count(len(some) - _SHOWN)} more (--json has all)")
+        if len(some) > _MAX_LISTED:
+            lines.append(f"  and {count(len(some) - _MAX_LISTED)} more (--json has all)")
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.basics.console import show, show_json
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.basics.text import plural, single_line
-from batch_trajectories.engine.run_dir import read_holder, read_run_json, runs_in
+from batch_trajectories.engine.run_dir import list_run_names, read_holder, read_run_json
 from batch_trajectories.engine.run_totals import RunTotals, as_table
 from batch_trajectories.engine.supervisor.progress import describe, read_state
 from batch_trajectories.export.statistics import cache_use
@@ -29,8 +29,8 @@ from batch_trajectories.report.formatting import count, moment, one_line, plain,
 if TYPE_CHECKING:
     from batch_trajectories.batch_api.batch_log import BatchTotals
 
-_SLOWEST = 5
-_SHOWN = 10
+_MAX_SLOW_TASKS = 5
+_MAX_LISTED = 10
 _ID_CHARS = 40
 _LINE_CHARS = 100
 
@@ -41,7 +41,7 @@ def show_status(stored: StoredRun, *, as_json: bool, every_s: float | None) -> N
     With `as_json`: one JSON object, or one line each time.
     """
     while True:
-        status = look(stored)
+        status = read_status(stored)
         if as_json:
             option = None if every_s else orjson.OPT_INDENT_2
             text = orjson.dumps(status.to_json(), option=option).decode()
@@ -61,14 +61,14 @@ class Status(NamedTuple):
 
     run_dir: Path
     holder: dict[str, Any] | None
-    """The process that is working on it."""
+    """The process that is working on the run; None without one."""
     totals: RunTotals
     progress: dict[str, Any] | None
     """The last state of that process; see `engine/supervisor/progress.py`."""
     details: dict[str, Any]
     """See `run_status`."""
     batches: BatchTotals | None
-    """Totals of its batches; None if it has none."""
+    """Totals of the batches of the run; None if it has made none."""
 
     def to_json(self) -> dict[str, Any]:
         """The status as `--json` shows it."""
@@ -84,7 +84,7 @@ class Status(NamedTuple):
         }
 
 
-def look(stored: StoredRun) -> Status:
+def read_status(stored: StoredRun) -> Status:
     """Read the status from the run directory and the dataset."""
     holder = stored.holder
     return Status(
@@ -127,7 +127,7 @@ def run_status(stored: StoredRun) -> dict[str, Any]:
     ended_by_time = sorted(ended, key=lambda task: -task["duration_s"])
     return {
         "in_flight": stored.in_flight(),
-        "slowest": ended_by_time[:_SLOWEST],
+        "slowest": ended_by_time[:_MAX_SLOW_TASKS],
         "slowest_of": len(ended),
         "caches": caches.to_json(stored.price_of),
         "errors": failures_by_class(stored.path),
@@ -156,7 +156,7 @@ def sections(status: Status) -> list[list[str]]:
         [] if status.batches is None else [status.batches.describe()],
         _in_flight(
             status.details["in_flight"],
-            _SHOWN,
+            _MAX_LISTED,
             runs=holder is not None,
             is_paused=steered.get("is_paused", False),
         ),
@@ -220,7 +220,7 @@ def _errors(errors: list[dict[str, Any]]) -> list[str]:
             f"  {one_line(error['class'], _ID_CHARS)} {count(error['count'])}, the last: "
             f"{one_line(error['id'], _ID_CHARS)}: "
             f"{plain(single_line(error['message'], max_chars=2 * _LINE_CHARS))}"
-            for error in errors[:_SHOWN]
+            for error in errors[:_MAX_LISTED]
         ),
     ]
 
@@ -256,7 +256,7 @@ def list_runs(output_dir: Path) -> list[dict[str, Any]]:
     `tasks`, `done`, `failed`, `discarded` and `pending`: as the running process or the last end
     says it, None if unknown.
     """
-    runs = [_run(output_dir / name) for name in runs_in(output_dir)]
+    runs = [_run(output_dir / name) for name in list_run_names(output_dir)]
     return sorted(runs, key=lambda run: -(run["begun"] or 0.0))
 
 

@@ -38,10 +38,10 @@ async def ask_all(
         for item in items:
             in_flight.add(asyncio.create_task(ask(item)))
             while len(in_flight) >= max_in_flight:
-                await _keep_ended(in_flight, keep)
+                await _store_results(in_flight, keep)
                 show(len(in_flight))
         while in_flight:
-            await _keep_ended(in_flight, keep)
+            await _store_results(in_flight, keep)
             show(len(in_flight))
     finally:
         for task in in_flight:
@@ -51,7 +51,7 @@ async def ask_all(
             keep(late)  # these came before they could be cancelled, and may be paid for
 
 
-async def _keep_ended(in_flight: set[asyncio.Task[R]], keep: Callable[[list[R]], None]) -> None:
+async def _store_results(in_flight: set[asyncio.Task[R]], keep: Callable[[list[R]], None]) -> None:
     done, _ = await asyncio.wait(
         in_flight, timeout=_SHOW_EVERY_S, return_when=asyncio.FIRST_COMPLETED
     )
@@ -107,7 +107,7 @@ class JudgeCalls:
         """Count a question that has ended; `failure` is the kind of its failure, None without."""
         self.asked += 1
         self.failed += failure is not None
-        self._progress.task_ended(failure=failure)
+        self._progress.count_ended_task(failure=failure)
 
     def show(self, in_flight: int) -> None:
         """Draw the progress line from time to time."""

@@ -25,14 +25,14 @@ from batch_trajectories.scoring.score_file import (
 
 
 def score_by_functions(
-    run_dir: Path, places: Sequence[str], *, timeout_s: float, wanted: Wanted | None = None
+    run_dir: Path, functions: Sequence[str], *, timeout_s: float, wanted: Wanted | None = None
 ) -> Scored:
-    """Call each function with each `wanted` record that its present version has not scored.
+    """Score each `wanted` record by each function whose present version has not scored it.
 
-    `places` are MODULE:FUNCTION. `wanted`: None means all records. Raises `ConfigError` for a
-    function that cannot be imported, `RunLocked`, `RunDirError` and `HostError`.
+    `functions` are written MODULE:FUNCTION. `wanted`: None means all records. Raises `ConfigError`
+    for a function that cannot be imported, `RunLocked`, `RunDirError` and `HostError`.
     """
-    versions = check_functions(places)
+    versions = check_functions(functions)
     with open_scores(run_dir, wanted) as file:
         scoring = _Scoring(file, versions, timeout_s=timeout_s)
         run_here(scoring.score_all())
@@ -53,16 +53,16 @@ class _Scoring:
 
     async def score_all(self) -> None:
         """Call the functions for all records that lack scores."""
-        done = {place: self._file.done(place, version) for place, version in self._versions.items()}
+        done = {name: self._file.done(name, version) for name, version in self._versions.items()}
         self._functions = {
-            place: RewardFunctions([place], timeout_s=self._timeout_s) for place in self._versions
+            name: RewardFunctions([name], timeout_s=self._timeout_s) for name in self._versions
         }
         try:
             await ask_all(
                 self._file.unscored(done, self._versions, doing="score"),
                 self._score,
                 max_in_flight=2 * (os.cpu_count() or 1),
-                keep=self._keep,
+                keep=self._store,
             )
         finally:
             await close_all(*(function.close for function in self._functions.values()))
@@ -70,18 +70,18 @@ class _Scoring:
     async def _score(self, unscored: tuple[Record, Sequence[str]]) -> list[NewScore]:
         """Score a record by the functions that have not scored it."""
         record, missing = unscored
-        given = record.as_dict()
-        # No score depends on another.
-        given.pop("scores", None)
+        fields = record.as_dict()
+        # No score may depend on another.
+        fields.pop("scores", None)
         workspace = _workspace(self._file.run_dir, record)
         key = score_key(record)
         return [
-            NewScore(key, record.id, fields)
-            for place in missing
-            for fields in await self._functions[place].scores(given, workspace)
+            NewScore(key, record.id, score)
+            for name in missing
+            for score in await self._functions[name].scores(fields, workspace)
         ]
 
-    def _keep(self, results: list[list[NewScore]]) -> None:
+    def _store(self, results: list[list[NewScore]]) -> None:
         scores = [score for result in results for score in result]
         self._file.append(scores)
         self.scores += len(scores)

@@ -73,7 +73,7 @@ by what you know. Think briefly, then write RIGHT or WRONG, alone on the last li
 _PLACES = re.compile(r"\{(question|answer|expected|conversation|row\.[\w-]+)\}")
 _WORDS = re.compile(r"\b(?:RIGHT|WRONG)\b")
 _FENCE = re.compile(r"^\s*`{3,}\w*\s*$")
-_MAX_SHOWN = 200
+_MAX_REPLY_CHARS = 200
 
 
 class JudgePrompt:
@@ -145,7 +145,7 @@ def rewards_in_reply(reply: str, *, turns: int) -> dict[str, Any]:
     try:
         value = float("RIGHT" in verdicts) if len(verdicts) == 1 else orjson.loads(last)
     except orjson.JSONDecodeError:
-        shown = clip(repr(last), max_chars=_MAX_SHOWN)
+        shown = clip(repr(last), max_chars=_MAX_REPLY_CHARS)
         message = f"the last line of the reply is no number, JSON object, RIGHT or WRONG: {shown}"
         return {"rewards": None, "error": message}
     try:
@@ -171,7 +171,7 @@ class _Answer(NamedTuple):
 
     score: NewScore
     failure: ModelError | None
-    """Why the call failed; None if the judge replied."""
+    """The reason why the call failed; None if the judge replied."""
 
 
 def score_by_judge(

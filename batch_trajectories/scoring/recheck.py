@@ -54,7 +54,7 @@ from batch_trajectories.scoring.rechecks import (
 from batch_trajectories.scoring.score_file import NewScore, open_scores
 from toolsets.workspace.removal import remove_tree
 
-_IDS_SHOWN = 5
+_MAX_LISTED_IDS = 5
 _SCORES_PER_APPEND = 500
 """Number of scores that are appended together."""
 _MAX_ATTEMPTS = 1_000_000
@@ -78,14 +78,14 @@ class RecheckResult:
     details: dict[str, str] = field(default_factory=dict)
     """Details of the most recent conversation that was left out, by reason."""
     failed: Sequence[Mapping[str, Any]] = ()
-    """Why workspaces could not be rebuilt: `class`, `message`, `count`."""
+    """The reasons why workspaces could not be rebuilt: `class`, `message`, `count`."""
     exit_code: int = 0
     """0: all conversations with something to judge were judged; 1: some were not; else the exit
     code of a run."""
     reason: str | None = None
-    """Why `exit_code` is neither 0 nor 1, and what to do next."""
+    """The reason why `exit_code` is neither 0 nor 1, and what to do next."""
     unwritten: str | None = None
-    """Why training file and summary were not written again; None if they were."""
+    """The reason why training file and summary were not written again; None if they were."""
 
     def to_json(self) -> dict[str, Any]:
         """The result for `--json`, with all ids of `refused`."""
@@ -113,8 +113,8 @@ class RecheckResult:
         for reason, words in (HARMLESS | REFUSED).items():
             if count := self.left_out[reason]:
                 ids = self.refused.get(reason, [])
-                named = f": {first_few(ids, _IDS_SHOWN)}" if ids else ""
-                named += " (--json has all)" if len(ids) > _IDS_SHOWN else ""
+                named = f": {first_few(ids, _MAX_LISTED_IDS)}" if ids else ""
+                named += " (--json has all)" if len(ids) > _MAX_LISTED_IDS else ""
                 detail = f" ({self.details[reason]})" if self.details.get(reason) else ""
                 lines.append(f"  {count:>9,}  {words}{detail}{named}")
         lines += [f"  {one['count']:>9,}  not rebuilt: {one['message']}" for one in self.failed]
@@ -197,7 +197,7 @@ def _scan_new_rows(config: RunConfig) -> NewRows:
         say=say,
     )
     found = scan(dataset.path, max_samples=None, rules=rules)
-    for bad in found.bad_rows[:_IDS_SHOWN]:
+    for bad in found.bad_rows[:_MAX_LISTED_IDS]:
         say(f"{config.dataset_file}: row {bad.line}: cannot be used: {bad.reason}")
     return NewRows(found, dataset)
 

@@ -35,7 +35,7 @@ class RecheckRunner(TaskRunner):
         if work.task.columns["judged"]["from"] == "workspace":
             await self._unpack_workspace(work, record)
         else:
-            await self._prepared(work)
+            await self._prepare_workspace(work)
             assert record.diff is not None
             try:
                 if patch := patch_in(record.diff):
@@ -71,9 +71,11 @@ class RecheckRunner(TaskRunner):
         except OSError as error:
             raise storage_error(root, error) from error
         work.context = replace(work.context, resumed=True)
-        prepared = await self._spaces.prepare(work.context, work.row, place=self._setup.place)
+        prepared = await self._spaces.prepare(
+            work.context, work.row, workspace_id=self._setup.workspace_id
+        )
         work.context = prepared.context
-        if not prepared.kept:
+        if not prepared.survived:
             raise SetupFailed(f"its kept workspace does not fit: {prepared.why_new}")
 
 

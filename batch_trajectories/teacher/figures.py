@@ -37,7 +37,7 @@ from batch_trajectories.records.files import AppendFile, DamagedLine, add_checks
 from batch_trajectories.records.names import TEACHER_FILE
 from batch_trajectories.records.records import read_lines
 
-_TEACHERS_SHOWN = 5
+_MAX_LISTED_TEACHERS = 5
 
 
 class Figures(NamedTuple):
@@ -57,7 +57,7 @@ class Figures(NamedTuple):
     top_logprobs: bytes = b""
     """A float for each of `top_ids`."""
 
-    def at(self, places: Sequence[int], top: int) -> Figures:
+    def select(self, places: Sequence[int], top: int) -> Figures:
         """The figures of some of the sampled tokens, by index, with the first `top` tokens."""
         return Figures(
             logprobs=_take(self.logprobs, places, stride=1, count=1),
@@ -199,7 +199,7 @@ def _none_found(paths: Sequence[Path], teacher: str, top: int) -> str:
     wanted = f" --top_logprobs={top}" if top else ""
     command = f"score {runs} --teacher={teacher} --base_url=URL{wanted}"
     names = [f"{name}, top {most}" for name, most in sorted(known)]
-    there = f" It has: {first_few(names, _TEACHERS_SHOWN)}." if names else ""
+    there = f" It has: {first_few(names, _MAX_LISTED_TEACHERS)}." if names else ""
     return (
         f"teacher: {', '.join(map(str, paths))} has no figures of {teacher!r}"
         f"{f' with the {top} most likely tokens' if top else ''}.{there} Get them first: "

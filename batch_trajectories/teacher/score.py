@@ -56,8 +56,8 @@ from batch_trajectories.teacher.figures import (
 from batch_trajectories.teacher.servers import SERVERS, InferenceServer, MisfitReply, TeacherReply
 from batch_trajectories.teacher.tokenizers import compare_tokenizers
 
-_FAILURES_SHOWN = 10
-_NAMES_SHOWN = 10
+_MAX_SHOWN_FAILURES = 10
+_MAX_LISTED_NAMES = 10
 _CHANCE = -8.0
 """Tokens with a mean log-probability below this are hardly likelier than random ones."""
 
@@ -87,7 +87,7 @@ class TeacherResult(NamedTuple):
     """Segments that have figures now and had none."""
     tokens: int
     """Sampled tokens of these segments."""
-    known: int
+    scored_before: int
     """Segments that had figures before."""
     failed: Mapping[str, int]
     """Reasons why segments have no figures, with counts."""
@@ -280,7 +280,7 @@ class _Scoring:
         for record in self._records(doing="counting"):
             records += 1
             try:
-                segments = [*self._segments_of(record)]
+                segments = [*self._find_segments(record)]
             except Rejected as rejected:
                 self._left_out.add(f"{rejected.reason.value}: {rejected.detail}")
                 continue
@@ -301,7 +301,7 @@ class _Scoring:
         if len(models) > 1 and not self._options.same_tokenizer:
             raise ConfigError(
                 f"{self._run_dir}: token ids of {len(models)} models: "
-                f"{first_few(sorted(models), _NAMES_SHOWN)}. --tokenizer speaks of one; state "
+                f"{first_few(sorted(models), _MAX_LISTED_NAMES)}. --tokenizer speaks of one; state "
                 "--same_tokenizer if all of them and the teacher have the same"
             )
         return total
@@ -311,19 +311,19 @@ class _Scoring:
             if record.status != "failed" and (self._wanted is None or self._wanted(record)):
                 yield record
 
-    def _segments_of(self, record: Record) -> Iterator[_Segment]:
+    def _find_segments(self, record: Record) -> Iterator[_Segment]:
         options = self._options
         for sampled in sampled_segments(
             record, subagents=options.subagents, discarded=options.discarded
         ):
             yield _Segment(segment_key(sampled.ids, sampled.sampled), record, sampled)
 
-    def _unscored(self) -> Iterator[_Segment]:
+    def _find_unscored(self) -> Iterator[_Segment]:
         """The segments that lack figures, each once."""
         asked: set[bytes] = set()
         for record in self._records():
             try:
-                segments = [*self._segments_of(record)]
+                segments = [*self._find_segments(record)]
             except Rejected:
                 continue  # counted before
             for segment in segments:
@@ -340,7 +340,7 @@ class _Scoring:
         key = read_key(self._settings)
         lookup = open_model(self._settings, api_key=key, on_retry=on_retry)
         try:
-            self._names |= await _names_at(lookup, self._settings)
+            self._names |= await _request_names(lookup, self._settings)
         finally:
             await lookup.close()
         model = open_model(self._settings, api_key=key, on_retry=on_retry, gate=gate)
@@ -350,7 +350,7 @@ class _Scoring:
 
         try:
             await ask_all(
-                self._unscored(),
+                self._find_unscored(),
                 ask,
                 max_in_flight=self._options.max_in_flight,
                 keep=lambda _: None,
@@ -455,14 +455,14 @@ class _Scoring:
         self._segments += 1
         self._tokens += len(segment.sampled.sampled)
         self._sum += sum(unpack_floats(figures.logprobs))
-        self._progress.task_ended(failure=None)
+        self._progress.count_ended_task(failure=None)
 
     def _fail(self, segment: _Segment, kind: str, message: str) -> None:
         assert self._progress is not None
         self._failed.add(f"{kind}: {message}")
-        self._progress.task_ended(failure=kind)
+        self._progress.count_ended_task(failure=kind)
         self._shown_failures += 1
-        if self._shown_failures <= _FAILURES_SHOWN:
+        if self._shown_failures <= _MAX_SHOWN_FAILURES:
             self._progress.say(f"{self._run_dir}: {segment.where}: {kind}: {message}")
 
     def _stop_message(self, segment: _Segment, problem: str) -> str:
@@ -477,7 +477,7 @@ class _Scoring:
         return TeacherResult(
             segments=self._segments,
             tokens=self._tokens,
-            known=self._known,
+            scored_before=self._known,
             failed=self._failed.to_json(),
             left_out=self._left_out.to_json(),
             mean_logprob=self._sum / self._tokens if self._tokens else None,
@@ -506,7 +506,7 @@ def _completion(model: str | None, usage: Usage | None) -> Completion:
     )
 
 
-async def _names_at(model: RetryingModel, settings: ModelSettings) -> set[str]:
+async def _request_names(model: RetryingModel, settings: ModelSettings) -> set[str]:
     """The names under which the server serves the weights of the teacher.
 
     Raises `ConfigError` if it does not serve them, and `EnvironmentStop`.
@@ -533,7 +533,7 @@ async def _names_at(model: RetryingModel, settings: ModelSettings) -> set[str]:
             f"{settings.key_source}"
         ) from error
     if settings.name not in roots:
-        known = first_few(sorted(roots), _NAMES_SHOWN) or "nothing"
+        known = first_few(sorted(roots), _MAX_LISTED_NAMES) or "nothing"
         raise ConfigError(
             f"--teacher: {settings.base_url} serves {known}, and not {settings.name!r}; give the "
             "name that it has there"

@@ -22,7 +22,7 @@ from agent.models.errors import ModelError
 from batch_trajectories.export.formats.rl import SampledSegment
 from batch_trajectories.teacher.figures import Figures, pack_floats
 
-_HIGHEST = 1e-3
+_MAX_LOGPROB = 1e-3
 """A log-probability is at most 0, but for rounding."""
 
 
@@ -200,7 +200,7 @@ class _Check:
     def _number(self, value: Any, place: int) -> float:
         if type(value) not in (int, float) or not math.isfinite(value):
             raise self._misfit(place, f"has {value!r:.40} for a log-probability")
-        if value > _HIGHEST:
+        if value > _MAX_LOGPROB:
             raise self._misfit(place, f"has {value:g}, and a log-probability is at most 0")
         return float(value)
 

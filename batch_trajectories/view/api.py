@@ -34,14 +34,14 @@ from batch_trajectories.view.index.columns import KINDS
 from batch_trajectories.view.index.filters import RowFilters, in_keys, invert_choice, read_filters
 from batch_trajectories.view.index.run_index import run_maker
 from batch_trajectories.view.index.table import SAMPLES, Masks, Table, count_selected
-from batch_trajectories.view.labels import NAME_CHARS, decide, decided_records, labels_json
+from batch_trajectories.view.labels import MAX_NAME_CHARS, decide, decided_records, labels_json
 from batch_trajectories.view.runs import run_json
 from batch_trajectories.view.state import OpenRun, State
 
-_MOST_ROWS = 500
-_MOST_COMPARED = 6
-_MOST_DIGITS = 18
-_MOST_OVER = 1000
+_MAX_ROWS = 500
+_MAX_COMPARED_RUNS = 6
+_MAX_DIGITS = 18
+_MAX_OVER_IDS = 1000
 """Samples that one is preferred to."""
 _STEERS: Mapping[str, tuple[str, ...]] = {
     "pause": (),
@@ -71,9 +71,9 @@ class Query(NamedTuple):
     def whole(self, name: str, default: int, most: int | None = None) -> int:
         """A whole number from 0 to `most`."""
         given = self.values.get(name, str(default))
-        if not given.isascii() or not given.isdecimal() or len(given) > _MOST_DIGITS:
+        if not given.isascii() or not given.isdecimal() or len(given) > _MAX_DIGITS:
             raise BadRequest(
-                f"{name}={given}: must be a whole number of up to {_MOST_DIGITS} digits"
+                f"{name}={given}: must be a whole number of up to {_MAX_DIGITS} digits"
             )
         number = int(given)
         return number if most is None else min(number, most)
@@ -89,12 +89,12 @@ def list_runs(state: State, query: Query, body: Any) -> dict[str, Any]:
     }
 
 
-def about_run(state: State, query: Query, body: Any) -> dict[str, Any]:
+def describe_run(state: State, query: Query, body: Any) -> dict[str, Any]:
     """One run: its options, what its rows can be filtered by."""
     run = state.open(query.run)
     identity = read_run_json(run.place.path)
     dataset = identity["dataset"]
-    table = run.index.look()
+    table = run.index.refresh()
     facts, why = run.facts()
     return {
         "run": run_json(run.place),
@@ -124,8 +124,8 @@ class _Selected(NamedTuple):
 
 def _select_rows(state: State, query: Query) -> _Selected:
     run = state.open(query.run)
-    table = run.index.look()
-    run.labels.look()
+    table = run.index.refresh()
+    run.labels.refresh()
     filters = read_filters(query.values)
     return _Selected(run, table, filters, run.select(table, filters))
 
@@ -145,7 +145,7 @@ def rows(state: State, query: Query, body: Any) -> dict[str, Any]:
     run, table = selected.run, selected.table
     ordered = _order(selected, query)
     offset = query.whole("offset", 0)
-    numbers = ordered[offset : offset + query.whole("limit", 100, _MOST_ROWS)].to_pylist()
+    numbers = ordered[offset : offset + query.whole("limit", 100, _MAX_ROWS)].to_pylist()
     return {
         "total": count_selected(table.counting),
         "matching": len(ordered),
@@ -159,7 +159,7 @@ def rows(state: State, query: Query, body: Any) -> dict[str, Any]:
 
 
 def _find_place(table: Table, ordered: Any, id: str | None) -> int | None:
-    """Where the row with an id is in an order; None without it, or if the filters leave it out."""
+    """The index of a row in an order; None if there is no such row or the filters leave it out."""
     if id is None:
         return None
     places = [ordered.index(table.number(found)).as_py() for found in table.find("id", id)]
@@ -180,7 +180,7 @@ def _add_groups(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _add_labels(run: OpenRun, row: dict[str, Any]) -> dict[str, Any]:
-    labels = run.labels.look()
+    labels = run.labels.refresh()
     of_row = [] if labels is None else labels.get(row["record"])
     return {**row, "labels": labels_json(of_row), "verdict": agreed_verdict(of_row)}
 
@@ -197,7 +197,7 @@ def record(state: State, query: Query, body: Any) -> dict[str, Any]:
     selected = _select_rows(state, query)
     run, table = selected.run, selected.table
     found = find_record(table, query.text("id"))
-    stored = read_found(run.place, table, found, run.labels.look())
+    stored = read_found(run.place, table, found, run.labels.refresh())
     number = table.number(found)
     (row,) = table.rows([number])
     ordered = _order(selected, query)
@@ -233,7 +233,7 @@ def _find_undecided(
     if not (who := query.values.get("who")):
         return {}
     table = selected.table
-    decided = in_keys("record", decided_records(selected.run.labels.look(), who))
+    decided = in_keys("record", decided_records(selected.run.labels.refresh(), who))
     # Arrow goes through a million rows in milliseconds, a loop of Python takes seconds.
     is_open = pa.chunked_array(table.select(invert_choice(decided)), pa.bool_()).take(ordered)
     at = ordered.index(number).as_py()
@@ -253,7 +253,7 @@ def _find_id(table: Table, ordered: Any, at: int) -> str | None:
 def request(state: State, query: Query, body: Any) -> dict[str, Any]:
     """The request of one turn."""
     run = state.open(query.run)
-    table = run.index.look()
+    table = run.index.refresh()
     stored = read_found(run.place, table, find_record(table, query.text("id")), None)
     return find_request(stored, query.values.get("part", "main"), query.whole("turn", 1))
 
@@ -261,16 +261,16 @@ def request(state: State, query: Query, body: Any) -> dict[str, Any]:
 def siblings(state: State, query: Query, body: Any) -> dict[str, Any]:
     """The samples of the same prompt."""
     run = state.open(query.run)
-    table = run.index.look()
+    table = run.index.refresh()
     found = find_record(table, query.text("id"))
-    return {"siblings": find_siblings(run.place, table, found, run.labels.look())}
+    return {"siblings": find_siblings(run.place, table, found, run.labels.refresh())}
 
 
 def compare(state: State, query: Query, body: Any) -> dict[str, Any]:
     """The first run with each other one."""
     keys = list(dict.fromkeys(query.values.getall("run", [])))
-    if not 2 <= len(keys) <= _MOST_COMPARED:
-        raise BadRequest(f"run: name 2 to {_MOST_COMPARED} runs, as run=A&run=B")
+    if not 2 <= len(keys) <= _MAX_COMPARED_RUNS:
+        raise BadRequest(f"run: name 2 to {_MAX_COMPARED_RUNS} runs, as run=A&run=B")
     first, *others = [state.places.find(key) for key in keys]
     return {
         "comparisons": [
@@ -287,19 +287,19 @@ def compare(state: State, query: Query, body: Any) -> dict[str, Any]:
 def in_flight(state: State, query: Query, body: Any) -> dict[str, Any]:
     """The conversations that have not ended."""
     run = state.open(query.run)
-    return {"conversations": live.in_flight(run.place, run.index.look())}
+    return {"conversations": live.in_flight(run.place, run.index.refresh())}
 
 
 def live_conversation(state: State, query: Query, body: Any) -> dict[str, Any]:
     """The journaled part of a conversation."""
     run = state.open(query.run)
-    return live.conversation(run.place, run.index.look(), query.text("id"))
+    return live.conversation(run.place, run.index.refresh(), query.text("id"))
 
 
 def agreement(state: State, query: Query, body: Any) -> dict[str, Any]:
     """The verdicts, and how reviewers agree."""
     run = state.open(query.run)
-    found = run.agreement(run.index.look())
+    found = run.agreement(run.index.refresh())
     if run.labels.error is not None:
         raise RunDirError(run.labels.error)
     return {"version": run.version, "labels": found}
@@ -312,28 +312,28 @@ def label(state: State, query: Query, body: Any) -> dict[str, Any]:
     if run.place.url is not None:
         raise RunDirError("this is a copy of a mirror; label the run itself")
     refuse_strangers(run.place.path)
-    table = run.index.look()
-    labels = run.labels.look()
+    table = run.index.refresh()
+    labels = run.labels.refresh()
     if run.labels.error is not None:
         raise RunDirError(run.labels.error)
     found = read_found(run.place, table, find_record(table, _text(given, "id")), labels)
     if given.get("record") not in (None, score_key(found)):
         raise RunDirError(f"{found.id}: was made again since you opened it; look at it again")
     who = given.get("who") or state.who
-    if not isinstance(who, str) or len(who) > NAME_CHARS or not who.isprintable():
-        raise BadRequest(f"who: must be a name of up to {NAME_CHARS} characters")
+    if not isinstance(who, str) or len(who) > MAX_NAME_CHARS or not who.isprintable():
+        raise BadRequest(f"who: must be a name of up to {MAX_NAME_CHARS} characters")
     over = given.get("over") or []
     if not isinstance(over, list) or not all(isinstance(one, str) for one in over):
         raise BadRequest("over: must be a list of ids")
     over = list(dict.fromkeys(over))  # each is read from the disk
-    if len(over) > _MOST_OVER:
-        raise BadRequest(f"over: {len(over):,} different ids; up to {_MOST_OVER:,} are possible")
+    if len(over) > _MAX_OVER_IDS:
+        raise BadRequest(f"over: {len(over):,} different ids; up to {_MAX_OVER_IDS:,} are possible")
     others = [read_found(run.place, table, find_record(table, one), None) for one in over]
     try:
         before = decide(run.place.path, found, others, given, who)
     except (ValueError, msgspec.ValidationError) as error:
         raise BadRequest(str(error)) from error
-    now = run.labels.look()
+    now = run.labels.refresh()
     of_record = [] if now is None else now.get(score_key(found))
     return {
         "labels": labels_json(of_record),
@@ -375,7 +375,7 @@ _RUN = "/api/runs/{run}"
 READS: Mapping[str, Callable[[State, Query, Any], Any]] = {
     "/api/runs": list_runs,
     "/api/compare": compare,
-    _RUN: about_run,
+    _RUN: describe_run,
     f"{_RUN}/rows": rows,
     f"{_RUN}/charts": charts,
     f"{_RUN}/record": record,

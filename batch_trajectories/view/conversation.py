@@ -33,7 +33,7 @@ from batch_trajectories.view.index.filters import in_keys
 from batch_trajectories.view.index.table import RowPlace, Table
 from batch_trajectories.view.runs import RunPlace
 
-_MOST_SIBLINGS = 64
+_MAX_SIBLINGS = 64
 
 
 class NoSuchRecord(LookupError):
@@ -41,7 +41,7 @@ class NoSuchRecord(LookupError):
 
 
 def find_record(table: Table, id: str) -> RowPlace:
-    """Where the record with an id is; of several, the last. Raises `NoSuchRecord`."""
+    """Find the place of the record with an id; of several, the last. Raises `NoSuchRecord`."""
     found = table.find("id", id)
     if not found:
         raise NoSuchRecord(f"no conversation that has ended has the id {id!r}")
@@ -121,7 +121,7 @@ def find_siblings(
 ) -> list[dict[str, Any]]:
     """The samples of the same prompt, and where they part from this one."""
     own = table.value(found, "id")
-    same = table.find("prompt_id", table.value(found, "prompt_id"))[:_MOST_SIBLINGS]
+    same = table.find("prompt_id", table.value(found, "prompt_id"))[:_MAX_SIBLINGS]
     steps = {place: list(_steps(read_found(run, table, place, None))) for place in {*same, found}}
     rows = table.rows([table.number(place) for place in same])
     keys = (

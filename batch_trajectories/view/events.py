@@ -19,8 +19,8 @@ _EVERY_S = 1.0
 _QUIET_S = 15.0
 _RESTS = 5
 """Journals are read again after so many times as long as that takes."""
-_MOST_STREAMS = 64
-_MOST_IN_FLIGHT = 200
+_MAX_STREAMS = 64
+_MAX_IN_FLIGHT = 200
 
 _streams = 0
 
@@ -28,8 +28,8 @@ _streams = 0
 async def events(request: web.Request, state: State) -> web.StreamResponse:
     """Answer with events until the page is closed."""
     global _streams
-    if _streams >= _MOST_STREAMS:
-        raise AccessRefused(409, f"{_MOST_STREAMS} pages are open already; close one")
+    if _streams >= _MAX_STREAMS:
+        raise AccessRefused(409, f"{_MAX_STREAMS} pages are open already; close one")
     response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
     await response.prepare(request)
     watch = _Watch(state, request.query.get("run"), request.query.get("id"))
@@ -85,18 +85,18 @@ class _Watch:
             found.append(("gone", {"key": key}))
         self._runs = set(runs)
         if self._run is None:  # the list of runs is looked at
-            self._state.health.look(runs.values())
+            self._state.health.begin_next(runs.values())
         return found
 
     def _run_events(self, key: str) -> list[tuple[str, Any]]:
         run = self._state.open(key)
-        table = run.index.look()
+        table = run.index.refresh()
         found = self._new("index", key, run.index.to_json())
         found += self._new("text", key, run.texts.read_state()) if run.texts.state else []
         facts, why = run.facts()
         as_of = None if facts is None else facts["as_of"]
         found += self._new("facts", key, {"as_of": as_of, "error": why})
-        run.labels.look()
+        run.labels.refresh()
         found += self._new("labels", key, {"version": run.version, "size": run.labels.size})
         journals = live.signature(run.place.path)
         began = time.monotonic()
@@ -104,7 +104,7 @@ class _Watch:
             return found
         self._journals = journals
         flying = live.in_flight(run.place, table)
-        data = {"conversations": flying[:_MOST_IN_FLIGHT], "count": len(flying)}
+        data = {"conversations": flying[:_MAX_IN_FLIGHT], "count": len(flying)}
         found += self._new("in_flight", key, data)
         if self._id is not None:
             found += self._new("live", key, live.conversation(run.place, table, self._id))

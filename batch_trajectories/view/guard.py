@@ -49,7 +49,7 @@ class AccessGuard:
     def __init__(self, host: str, password: str | None) -> None:
         """`host` is the address that the server listens on."""
         self.token = secrets.token_urlsafe(24)
-        """In the address that is printed; it gives access like the cookie."""
+        """The secret in the printed address; it gives the same access as the cookie."""
         self._session = secrets.token_urlsafe(24)
         self._password = password
         self._is_loopback = is_loopback(host)

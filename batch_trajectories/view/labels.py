@@ -20,8 +20,8 @@ from batch_trajectories.records.scores import (
     score_key,
 )
 
-NAME_CHARS = 100
-_DECIDES = ("verdict", "no_loss", "note", "over")
+MAX_NAME_CHARS = 100
+_DECISION_FIELDS = ("verdict", "no_loss", "note", "over")
 
 
 class RunLabels:
@@ -34,10 +34,10 @@ class RunLabels:
         self._inode: int | None = None
         self.size = 0
         self.error: str | None = None
-        """Why they cannot be read."""
+        """The reason why the labels cannot be read; None if they can."""
 
-    def look(self) -> Labels | None:
-        """The labels there are now; None without any, or if they cannot be read."""
+    def refresh(self) -> Labels | None:
+        """Read new lines, and return the labels; None without any, or if they cannot be read."""
         with self._lock:
             try:
                 status = (self._run_dir / LABELS).stat()
@@ -62,15 +62,15 @@ class RunLabels:
             return self._labels
 
 
-def keys_by_label(labels: Labels | None) -> dict[str, list[bytes]]:
-    """The records by what was said of them: verdicts, `any`, `note`, `no_loss`, `preferred`."""
+def records_by_label(labels: Labels | None) -> dict[str, list[bytes]]:
+    """The keys of records by what their labels say: a verdict, any, note, no_loss, preferred."""
     found: dict[str, list[bytes]] = {}
-    for record, of_record in labels.by_record() if labels is not None else ():
-        names = {"any"} if any(map(_says, of_record)) else set()
-        if (verdict := agreed_verdict(of_record)) is not None:
+    for record, record_labels in labels.by_record() if labels is not None else ():
+        names = {"any"} if any(map(_has_content, record_labels)) else set()
+        if (verdict := agreed_verdict(record_labels)) is not None:
             names.add(verdict)
         for name, attribute in (("note", "note"), ("no_loss", "no_loss"), ("preferred", "over")):
-            if any(getattr(label, attribute) for label in of_record):
+            if any(getattr(label, attribute) for label in record_labels):
                 names.add(name)
         for name in names:
             found.setdefault(name, []).append(bytes.fromhex(record))
@@ -81,41 +81,45 @@ def decided_records(labels: Labels | None, who: str) -> list[bytes]:
     """The records that a reviewer has given a verdict."""
     return [
         bytes.fromhex(record)
-        for record, of_record in (labels.by_record() if labels is not None else ())
-        if any(label.who == who and label.verdict is not None for label in of_record)
+        for record, record_labels in (labels.by_record() if labels is not None else ())
+        if any(label.who == who and label.verdict is not None for label in record_labels)
     ]
 
 
 VERDICTS = ("keep", "reject", "fix", DISPUTED)
 
 
-def _says(label: Label) -> bool:
-    return any(getattr(label, name) for name in _DECIDES)
+def _has_content(label: Label) -> bool:
+    return any(getattr(label, name) for name in _DECISION_FIELDS)
 
 
 def labels_json(labels: Sequence[Label]) -> list[dict[str, Any]]:
     """The labels of a record, one per reviewer who says anything."""
     return [
-        {"who": label.who, "at": label.at, **{name: getattr(label, name) for name in _DECIDES}}
+        {
+            "who": label.who,
+            "at": label.at,
+            **{name: getattr(label, name) for name in _DECISION_FIELDS},
+        }
         for label in labels
-        if _says(label)
+        if _has_content(label)
     ]
 
 
 def decide(
     run_dir: Path, record: Record, others: Sequence[Record], given: Mapping[str, Any], who: str
 ) -> dict[str, Any]:
-    """Append what a reviewer decides about a record; what he had said of the same things before.
+    """Append a reviewer's decision about a record; return the reviewer's earlier values of it.
 
     `given` has the keys of a label; for `over`, `others` are the records of its ids. Raises
-    `ValueError` for what is wrong in it, and what `append_label` raises.
+    `ValueError` for a wrong value, and what `append_label` raises.
     """
-    decision = {name: given[name] for name in _DECIDES if name in given}
+    decision = {name: given[name] for name in _DECISION_FIELDS if name in given}
     if decision.get("over") is not None:
-        strange = [one.id for one in others if one.prompt_id != record.prompt_id]
-        if strange or any(one.id == record.id for one in others):
+        unrelated = [one.id for one in others if one.prompt_id != record.prompt_id]
+        if unrelated or any(one.id == record.id for one in others):
             raise ValueError(
-                f"over: {(strange or [record.id])[0]!r} is no other sample of its prompt"
+                f"over: {(unrelated or [record.id])[0]!r} is no other sample of its prompt"
             )
         decision["over"] = {one.id: score_key(one) for one in others} or None
     decision |= {name: decision[name] or None for name in ("no_loss", "note") if name in decision}
@@ -125,10 +129,10 @@ def decide(
         raise ValueError(f"no_loss: there is no turn {beyond[0]}")
     before = next((label for label in record.labels if label.who == who), Label(who=who))
     append_label(run_dir, score_key(record), record.id, who, change)
-    was = {name: getattr(before, name) for name in _DECIDES if name in given}
-    if was.get("over") is not None:
-        was["over"] = list(was["over"])
-    return was
+    earlier_values = {name: getattr(before, name) for name in _DECISION_FIELDS if name in given}
+    if earlier_values.get("over") is not None:
+        earlier_values["over"] = list(earlier_values["over"])
+    return earlier_values
 
 
 def compute_agreement(records: Sequence[Record]) -> dict[str, Any]:

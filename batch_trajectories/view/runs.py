@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from batch_trajectories.api.stored_run import StoredRun, open_run
 from batch_trajectories.basics.errors import RunDirError, RunError
 from batch_trajectories.basics.validation import is_url
-from batch_trajectories.engine.run_dir import read_holder, read_run_json, runs_in
+from batch_trajectories.engine.run_dir import list_run_names, read_holder, read_run_json
 from batch_trajectories.engine.supervisor.progress import describe, read_state
 from batch_trajectories.records.files import read_json, refuse_strange_files
 from batch_trajectories.records.names import (
@@ -52,7 +52,7 @@ class NoSuchRun(LookupError):
 
 
 class RunPlace(NamedTuple):
-    """Where a run is."""
+    """The place of a run: a directory of this machine, or a copy of a URL."""
 
     key: str
     """The run's name in addresses of the API."""
@@ -61,9 +61,9 @@ class RunPlace(NamedTuple):
     place: str
     """The path or URL that the command was given."""
     url: str | None = None
-    """The mirror that it is a copy of."""
+    """The mirror of which the directory is a copy; None for a run of this machine."""
     problem: str | None = None
-    """Why the copy could not be brought up to date."""
+    """The reason why the copy could not be brought up to date."""
 
     def stored(self) -> StoredRun:
         """The run. Raises `RunDirError`."""
@@ -104,7 +104,7 @@ class Places:
                 name = directory.resolve().name
                 yield RunPlace(_key(name, number), directory, place)
                 continue
-            for name in runs_in(directory):
+            for name in list_run_names(directory):
                 yield RunPlace(_key(name, number), directory / name, place)
 
     def find(self, key: str) -> RunPlace:
@@ -168,7 +168,7 @@ def run_json(run: RunPlace) -> dict[str, Any]:
     about |= {"is_mirror": run.url is not None, "is_audit": False, "cost_unknown": False}
     about |= {"can_steer": False, "can_label": False}
     try:
-        return {**unknown, **about, **_found(run), "error": run.problem}
+        return {**unknown, **about, **_describe_run(run), "error": run.problem}
     except (RunError, OSError) as error:
         why = str(error)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
@@ -176,7 +176,7 @@ def run_json(run: RunPlace) -> dict[str, Any]:
     return {**unknown, **about, "state": "unreadable", "error": why}
 
 
-def _found(run: RunPlace) -> dict[str, Any]:
+def _describe_run(run: RunPlace) -> dict[str, Any]:
     refuse_strange_files(run.path)
     identity = read_run_json(run.path)
     holder = run.stored().holder if run.url else read_holder(run.path)

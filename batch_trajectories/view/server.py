@@ -29,7 +29,7 @@ _LOGIN_PAUSE_S = 1.0
 
 MOST_LINE_BYTES = 4 << 20
 """The bytes that a request line may have; browsers send no longer ones."""
-_MOST_ADDRESS_BYTES = 64 << 10
+_MAX_ADDRESS_BYTES = 64 << 10
 """A selection of many rows is longer than the 8 KB that aiohttp takes on its own."""
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class ViewServer:
 
     def application(self) -> web.Application:
         """The application to serve."""
-        app = web.Application(middlewares=[self._answered], client_max_size=MOST_BYTES)
+        app = web.Application(middlewares=[self._answer_errors], client_max_size=MOST_BYTES)
         app.add_routes(
             [
                 web.get("/", self._page),
@@ -53,20 +53,20 @@ class ViewServer:
                 web.get("/static/page.css", self._style),
                 web.post("/api/login", self._login),
                 web.get("/api/events", self._events),
-                *(web.get(path, self._in_thread(read)) for path, read in api.READS.items()),
-                *(web.post(path, self._in_thread(do)) for path, do in api.WRITES.items()),
+                *(web.get(path, self._make_handler(read)) for path, read in api.READS.items()),
+                *(web.post(path, self._make_handler(do)) for path, do in api.WRITES.items()),
             ]
         )
         return app
 
     @web.middleware
-    async def _answered(
+    async def _answer_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Check who asks, and turn errors into answers."""
         try:
-            if len(request.raw_path) > _MOST_ADDRESS_BYTES:
-                most = f"{_MOST_ADDRESS_BYTES >> 10} KiB"
+            if len(request.raw_path) > _MAX_ADDRESS_BYTES:
+                most = f"{_MAX_ADDRESS_BYTES >> 10} KiB"
                 raise web.HTTPRequestURITooLong(reason=f"the address is longer than {most}")
             self._guard.check_origin(request)
             if request.path.startswith("/api/") and request.path != "/api/login":
@@ -90,7 +90,7 @@ class ViewServer:
             response.headers.update(HEADERS)
         return response
 
-    def _in_thread(
+    def _make_handler(
         self, do: Callable[[State, api.Query, Any], Any]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         """A handler that calls `do` in a thread, with what the request holds."""

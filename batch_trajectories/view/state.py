@@ -1,11 +1,11 @@
-"""The state of the few runs that were looked at last, so that memory has a limit."""
+"""Holds the runs that were viewed last; only a few, so that memory has a limit."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,18 +29,27 @@ from batch_trajectories.view.labels import (
     RunLabels,
     compute_agreement,
     decided_records,
-    keys_by_label,
+    records_by_label,
 )
 from batch_trajectories.view.runs import Places, RunPlace, is_own
 
-_RUNS_OPEN = 4
-_SELECTIONS_KEPT = 4
-_MOST_JUDGED = 20_000
+_MAX_OPEN_RUNS = 4
+_MAX_SELECTIONS = 4
+_MAX_JUDGED_RECORDS = 20_000
 """Labelled records that are read for the agreement of reviewers."""
 
 
+class _Order(NamedTuple):
+    """The rows of a selection in an order."""
+
+    masks: Masks
+    by: str | None
+    down: bool
+    numbers: pa.Array
+
+
 class OpenRun:
-    """A run that is looked at."""
+    """A run that is viewed."""
 
     def __init__(self, place: RunPlace) -> None:
         self.place = place
@@ -51,19 +60,20 @@ class OpenRun:
         self._facts_failed: str | None = None
         self._lock = threading.Lock()
         self._selected: OrderedDict[Any, Masks] = OrderedDict()
-        self._ordered: tuple[Masks, str | None, bool, pa.Array] | None = None
+        self._order: _Order | None = None
         self._choices: tuple[str, dict[str, Any]] | None = None
         self._agreement: tuple[str, dict[str, Any]] | None = None
 
     @property
     def version(self) -> str:
-        """Changes with rows and labels."""
+        """A text that changes with the rows and the labels."""
         return f"{self.index.version}-{self.labels.size:x}"
 
     def select(self, table: Table, filters: RowFilters, more: Sequence[Choice] = ()) -> Masks:
         """The rows that the filters leave; the last selections are kept."""
         found = self.texts.find(filters.text) if filters.text else None
-        # The table itself, not its version: another request can have brought the index up to date.
+        # The table itself is the key: another request may have refreshed the index, and with it the
+        # version, since this one got its table.
         key = (table, self.labels.size, filters.source, found and found.version)
         with self._lock:
             if key in self._selected and not more:
@@ -72,11 +82,11 @@ class OpenRun:
         choices = [*more, *self._label_choices(filters)]
         if found is not None:
             choices.append(found.choice)
-        masks = table.select(filters.joined(choices))
+        masks = table.select(filters.join(choices))
         if not more:
             with self._lock:
                 self._selected[key] = masks
-                while len(self._selected) > _SELECTIONS_KEPT:
+                while len(self._selected) > _MAX_SELECTIONS:
                     self._selected.popitem(last=False)
         return masks
 
@@ -85,12 +95,12 @@ class OpenRun:
         if filters.undecided_by:
             decided = [
                 invert_choice(
-                    in_keys("record", decided_records(self.labels.look(), filters.undecided_by))
+                    in_keys("record", decided_records(self.labels.refresh(), filters.undecided_by))
                 )
             ]
         if not filters.labels:
             return decided
-        keys = keys_by_label(self.labels.look())
+        keys = records_by_label(self.labels.refresh())
         choices: list[Choice] = []
         for name in filters.labels:
             if name == "none":
@@ -103,50 +113,51 @@ class OpenRun:
     def order(self, table: Table, masks: Masks, by: str | None, *, down: bool) -> pa.Array:
         """The numbers of the selected rows in order; the last order is kept, with its masks."""
         with self._lock:
-            before = self._ordered
-        if before is not None and before[0] is masks and before[1:3] == (by, down):
-            return before[3]
-        ordered = table.order(masks, by, down=down)
+            last = self._order
+        if last is not None and last.masks is masks and (last.by, last.down) == (by, down):
+            return last.numbers
+        numbers = table.order(masks, by, down=down)
         with self._lock:
-            self._ordered = masks, by, down, ordered
-        return ordered
+            self._order = _Order(masks, by, down, numbers)
+        return numbers
 
     def choices(self, table: Table) -> dict[str, Any]:
         """The values that rows can be filtered by, with the number of rows of each."""
         version = self.index.version
         if self._choices is None or self._choices[0] != version:
             self._choices = version, list_choices(table)
-        keys = keys_by_label(self.labels.look())
+        keys = records_by_label(self.labels.refresh())
         found = {
-            name: count_selected(table.select(in_keys("record", of_name)))
-            for name, of_name in keys.items()
+            name: count_selected(table.select(in_keys("record", label_keys)))
+            for name, label_keys in keys.items()
         }
         ordered = sorted(found.items(), key=lambda pair: -pair[1])
         return {**self._choices[1], "label": [[*pair] for pair in ordered if pair[1]]}
 
     def label_counts(self, table: Table, masks: Masks) -> list[list[Any]]:
         """The verdicts among the selected rows."""
-        keys = keys_by_label(self.labels.look())
+        keys = records_by_label(self.labels.refresh())
         found = []
         for name in VERDICTS:
-            if of_name := keys.get(name):
-                chosen = table.select(in_keys("record", of_name))
-                both = sum(
-                    pc.and_(one, other).true_count for one, other in zip(chosen, masks, strict=True)
+            if label_keys := keys.get(name):
+                labelled = table.select(in_keys("record", label_keys))
+                number = sum(
+                    pc.and_(one, other).true_count
+                    for one, other in zip(labelled, masks, strict=True)
                 )
-                found.append([name, both])
+                found.append([name, number])
         return [pair for pair in found if pair[1]]
 
     def agreement(self, table: Table) -> dict[str, Any]:
         """The agreement of the reviewers, for at most 20,000 records. See `export.agreement`."""
-        labels = self.labels.look()
+        labels = self.labels.refresh()
         if labels is None:
             return {}
         version = self.version
         if self._agreement is None or self._agreement[0] != version:
-            keys = keys_by_label(labels)
+            keys = records_by_label(labels)
             judged = [key for verdict in VERDICTS for key in keys.get(verdict, ())]
-            masks = table.select(in_keys("record", judged[:_MOST_JUDGED]))
+            masks = table.select(in_keys("record", judged[:_MAX_JUDGED_RECORDS]))
             numbers = table.order(masks, None, down=False).to_pylist()
             records = [record for number in numbers if (record := self._read(table, number))]
             self._agreement = version, compute_agreement(records)
@@ -154,12 +165,12 @@ class OpenRun:
 
     def _read(self, table: Table, number: int) -> Record | None:
         try:
-            return read_found(self.place, table, table.place(number), self.labels.look())
+            return read_found(self.place, table, table.place(number), self.labels.refresh())
         except UnreadableRecord:
-            return None  # `verify` names it
+            return None  # the command `verify` names the record
 
     def facts(self) -> tuple[dict[str, Any] | None, str | None]:
-        """The facts of the whole run, or why they are not there; starts making them if need be."""
+        """The facts of the whole run, or why there are none; starts making them if due."""
         with self._lock:
             if self._facts is not None and self._facts.is_over():
                 self._facts_failed = self._facts.problem()
@@ -171,29 +182,29 @@ class OpenRun:
             return found, self._facts_failed
 
     def close(self) -> None:
-        """End what works for it."""
+        """Stop the processes that work for the run."""
         self.index.close()
         self.texts.close()
         if self._facts is not None:
             self._facts.stop()
 
 
-_MOST_CHECKED_BYTES = 1 << 30
+_MAX_CHECKED_BYTES = 1 << 30
 """Runs with more bytes of records are checked once they are opened."""
 
 
 class HealthKeeper:
-    """Has the facts of finished runs made, one by one: the list shows the health of each."""
+    """Makes the facts of finished runs, one after the other, since the list of runs shows them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._maker: Maker | None = None
         self._tried: set[tuple[str, int]] = set()
 
-    def look(self, runs: Iterable[RunPlace]) -> None:
-        """Begin with the next finished run whose facts are not known, unless one is at work.
+    def begin_next(self, runs: Iterable[RunPlace]) -> None:
+        """Begin with the next finished run whose facts are unknown, unless a process is at work.
 
-        What was made is kept beside the index of the run: no later server does it again.
+        Facts are stored beside the index of the run, so no later server makes them again.
         """
         with self._lock:
             if self._maker is not None:
@@ -211,7 +222,7 @@ class HealthKeeper:
         """The bytes of the run's records; None if it is not to be checked now."""
         try:
             size = (run.path / RECORDS_FILE).stat().st_size
-            if not 0 < size <= _MOST_CHECKED_BYTES or (run.key, size) in self._tried:
+            if not 0 < size <= _MAX_CHECKED_BYTES or (run.key, size) in self._tried:
                 return None
             refuse_strange_files(run.path)
             if not is_own(run.path) or (run.url is None and read_holder(run.path) is not None):
@@ -224,7 +235,7 @@ class HealthKeeper:
         return size
 
     def close(self) -> None:
-        """End what works."""
+        """Stop the process at work."""
         with self._lock:
             if self._maker is not None:
                 self._maker.stop()
@@ -235,7 +246,7 @@ class State:
     """The runs of a server."""
 
     def __init__(self, places: Places, who: str) -> None:
-        """`who` is the name of the reviewer unless a request says another."""
+        """Open no run yet. `who` is the reviewer if a request names none."""
         self.places = places
         self.who = who
         self.health = HealthKeeper()
@@ -253,12 +264,12 @@ class State:
                     found.close()
                 found = OpenRun(place)
             self._open[key] = found
-            while len(self._open) > _RUNS_OPEN:
+            while len(self._open) > _MAX_OPEN_RUNS:
                 self._open.popitem(last=False)[1].close()
             return found
 
     def close(self) -> None:
-        """End all that works."""
+        """Stop all processes of all runs."""
         self.health.close()
         with self._lock:
             for run in self._open.values():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agent.loop.acceptance import MAX_CALLS, RUN_CALLS
+from agent.loop.acceptance import MAX_CALLS, MAX_RUN_CALLS
 from agent.messages.message import BeganEvent, Event, OpeningEvent, RestartedEvent, SubEvent
 from agent.models.errors import ModelError
 from agent.state.events import make_ids_unique, note_event
@@ -292,7 +292,7 @@ def test_a_finished_conversation_that_is_resumed_asks_for_nothing(tmp_path: Path
 class TestManyCalls:
     """A reply may hold any number of calls; only so many are run."""
 
-    MANY = calls(*(call("echo", text=f"{n}") for n in range(RUN_CALLS + 3)))
+    MANY = calls(*(call("echo", text=f"{n}") for n in range(MAX_RUN_CALLS + 3)))
 
     def test_calls_above_the_limit_are_not_run_and_their_results_say_so(
         self, tmp_path: Path
@@ -300,9 +300,9 @@ class TestManyCalls:
         played = play_with(tmp_path, [self.MANY, say("done")])
         assert played.status == "completed", "they use up no errors"
         contents = [result["content"] for result in played.results]
-        assert contents[:RUN_CALLS] == [f"{n}" for n in range(RUN_CALLS)]
+        assert contents[:MAX_RUN_CALLS] == [f"{n}" for n in range(MAX_RUN_CALLS)]
         assert (
-            contents[RUN_CALLS:]
+            contents[MAX_RUN_CALLS:]
             == [
                 "Error: this call was not run: of one reply, the first 128 calls are run. Make it "
                 "again in a later reply if it is still needed."
@@ -312,16 +312,16 @@ class TestManyCalls:
         assert played.results[-1]["details"] == {"failure": "not_run"}
 
     @pytest.mark.parametrize("name", ["echo", "count"])
-    @pytest.mark.parametrize("events", [1, 2, RUN_CALLS, RUN_CALLS + 2])
+    @pytest.mark.parametrize("events", [1, 2, MAX_RUN_CALLS, MAX_RUN_CALLS + 2])
     def test_a_resumed_conversation_runs_no_more(
         self, tmp_path: Path, name: str, events: int
     ) -> None:
         """A call that was never to be run is none that may have been interrupted."""
-        script = [calls(*(call(name) for _ in range(RUN_CALLS + 3))), say("done")]
+        script = [calls(*(call(name) for _ in range(MAX_RUN_CALLS + 3))), say("done")]
         whole = play_with(tmp_path / "a", script)
         resumed = play_with(tmp_path / "b", script, past=whole.events[:events])
         assert resumed.status == "completed"
-        assert resumed.results[RUN_CALLS:] == whole.results[RUN_CALLS:]
+        assert resumed.results[MAX_RUN_CALLS:] == whole.results[MAX_RUN_CALLS:]
 
     @pytest.mark.parametrize("finish_reason", ["tool_calls", "length"])
     def test_a_reply_of_absurdly_many_is_set_aside(

@@ -19,15 +19,11 @@ from batch_trajectories.basics.text import clip
 from run_agent import AIAgent
 from tests.helpers.answering import JSON, answering
 from tests.helpers.builders import chat_reply
-from tests.helpers.playing import SETTINGS, call, calls, play, say
+from tests.helpers.playing import SETTINGS, call, call_echo, calls, play, say
 
 ANSWER = say("done")
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 USER: Message = {"role": "user", "content": "go"}
-
-
-def call_echo(text: str = "x", **more: Any) -> dict[str, Any]:
-    return calls(call("echo", text=text), **more)
 
 
 class TestReferences:

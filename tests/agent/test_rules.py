@@ -11,15 +11,11 @@ import pytest
 from agent.messages.message import Message
 from agent.options import AgentOptions
 from batch_trajectories.dataset.row import RowRules
-from tests.helpers.playing import TOOLS, call, calls, play, say
+from tests.helpers.playing import TOOLS, call, call_echo, calls, play, say
 from toolsets.context import ToolContext
 from toolsets.tool import tool
 
 ANSWER = say("done")
-
-
-def call_echo(text: str = "x") -> dict[str, Any]:
-    return calls(call("echo", text=text))
 
 
 class TestErrors:

@@ -18,9 +18,8 @@ from agent.options import AgentOptions
 from agent.state.trajectory import Trajectory
 from agent.views.summary import SummarizingModel
 from agent.views.views import compact, findings_in
-from run_agent import AIAgent
 from tests.helpers.builders import completion
-from tests.helpers.playing import call, calls, play, say
+from tests.helpers.playing import call, call_echo, calls, make_file_agent, play, say
 from toolsets.context import ToolContext
 from toolsets.tool import tool
 from toolsets.toolbox import Toolbox
@@ -29,17 +28,9 @@ from toolsets.workspace.workspace import Workspace
 ANSWER = say("done")
 
 
-def call_echo(text: str = "x", **more: Any) -> dict[str, Any]:
-    return calls(call("echo", text=text), **more)
-
-
-def agent(*script: dict[str, Any], **more: Any) -> AIAgent:
-    return AIAgent("scripted", script=script, enabled_toolsets=["file"], **more)
-
-
 def test_a_failing_model_leaves_what_was_said_before_and_adds_nothing() -> None:
     """The record has no turn that the model did not say, and no final text."""
-    result = agent(calls(call("list_files"))).run_conversation("x")
+    result = make_file_agent([calls(call("list_files"))]).run_conversation("x")
     assert result["failed"]
     assert "the script ends after turn 1" in result["error"]
     assert [message["role"] for message in result["messages"]] == ["user", "assistant", "tool"]
@@ -49,7 +40,9 @@ def test_a_failing_model_leaves_what_was_said_before_and_adds_nothing() -> None:
 def test_log_lines_are_short_and_labelled(caplog: pytest.LogCaptureFixture) -> None:
     """A log line has the name, the event and at most 120 characters."""
     with caplog.at_level(logging.INFO, logger="run_agent"):
-        agent(calls(call("list_files")), say("a\nb" * 100)).run_conversation("x", task_id="t1")
+        make_file_agent([calls(call("list_files")), say("a\nb" * 100)]).run_conversation(
+            "x", task_id="t1"
+        )
     texts = [record.getMessage() for record in caplog.records]
     assert texts[0] == "t1 assistant ['list_files']"
     assert texts[1].startswith("t1 list_files ")
@@ -128,7 +121,7 @@ def test_a_call_that_fails_can_be_made_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prompt", ["What is 2+2?", "  spaced \n out\t", "a\u2028b \N{SNOWMAN}"])
 def test_the_task_is_the_user_message_verbatim(prompt: str) -> None:
     """The task is the user message verbatim."""
-    result = agent(ANSWER).run_conversation(prompt)
+    result = make_file_agent([ANSWER]).run_conversation(prompt)
     assert result["messages"][0] == {"role": "user", "content": prompt}
 
 

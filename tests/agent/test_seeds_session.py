@@ -19,17 +19,13 @@ import pytest
 from agent.session import AgentSession
 from batch_trajectories.api.ai_agent import COMPLETED_FILE, AIAgent
 from batch_trajectories.basics.errors import HostError
-from tests.helpers.playing import call, calls, say
+from tests.helpers.playing import call, calls, make_file_agent, say
 from tests.helpers.running import PATIENCE_S, ROOT, lines
 from toolsets.context import ToolContext
 from toolsets.tool import Tool, tool
 
 WRITE = calls(call("write_file", path="a", content="A"))
 LOOK = calls(call("list_files"))
-
-
-def agent(*script: dict[str, Any], **more: Any) -> AIAgent:
-    return AIAgent("scripted", script=script, enabled_toolsets=["file"], **more)
 
 
 def with_tools(made: AIAgent, *tools: Tool) -> AgentSession:
@@ -65,7 +61,7 @@ def test_the_keywords_of_an_agent_and_their_defaults() -> None:
 @pytest.mark.parametrize("script", [[say("42")], [LOOK] * 2, [LOOK]], ids=["done", "bound", "gone"])
 def test_a_conversation_has_the_same_keys_however_it_ends(script: list[Any]) -> None:
     """The final text is always a string."""
-    result = agent(*script, max_turns=2).run_conversation("x")
+    result = make_file_agent([*script], max_turns=2).run_conversation("x")
     assert result.keys() == {
         "final_response",
         "messages",
@@ -99,13 +95,13 @@ def test_workspaces_are_separate_and_removed_however_a_conversation_ends(
         """Break."""
         raise HostError("the disk is full")
 
-    first = agent(WRITE, say("written")).run_conversation("x", task_id="one")
-    second = agent(LOOK, say("seen")).run_conversation("x", task_id="two")
+    first = make_file_agent([WRITE, say("written")]).run_conversation("x", task_id="one")
+    second = make_file_agent([LOOK, say("seen")]).run_conversation("x", task_id="two")
     assert (first["task_id"], second["task_id"]) == ("one", "two")
     assert second["messages"][2]["content"] == "[no files]"
-    agent(WRITE, LOOK, max_turns=1).run_conversation("x")
-    agent(WRITE).run_conversation("x")
-    with with_tools(agent(calls(call("breaks"))), breaks) as session:
+    make_file_agent([WRITE, LOOK], max_turns=1).run_conversation("x")
+    make_file_agent([WRITE]).run_conversation("x")
+    with with_tools(make_file_agent([calls(call("breaks"))]), breaks) as session:
         assert list(tmp_path.iterdir())
         with pytest.raises(HostError):
             session.new_prompt("x")
@@ -145,7 +141,7 @@ def test_a_call_in_flight_is_cancelled_and_the_next_prompt_works() -> None:
             await asyncio.sleep(0.01)
         return ""
 
-    made = agent(calls(call("waits")), say("later"))
+    made = make_file_agent([calls(call("waits")), say("later")])
     with with_tools(made, waits) as session:
         thread = threading.Thread(target=session.new_prompt, args=("x",))
         thread.start()
@@ -165,7 +161,7 @@ def test_a_call_in_flight_is_cancelled_and_the_next_prompt_works() -> None:
 def test_the_files_of_a_fork_are_its_own() -> None:
     """A change in one of the two does not show in the other."""
     read = calls(call("read_file", path="a"))
-    with agent(WRITE, say("written"), read, say("seen")).start_session() as session:
+    with make_file_agent([WRITE, say("written"), read, say("seen")]).start_session() as session:
         session.new_prompt("write")
         with session.fork() as fork:
             (fork._root / "workspace" / "a").write_text("B")
@@ -178,7 +174,7 @@ def test_prompts_that_ran_out_of_turns_or_gave_up_count_as_failed() -> None:
     """The session continues after such an ending."""
     gives_up = calls(call("cannot_complete", reason="no way"))
     script = [LOOK, gives_up, say("fine")]
-    with agent(*script, max_turns=1, completion_tools=True).start_session() as session:
+    with make_file_agent([*script], max_turns=1, completion_tools=True).start_session() as session:
         for prompt, status, failed in (("a", "failed", 1), ("b", "failed", 2), ("c", "done", 2)):
             session.new_prompt(prompt)
             parsed = session.get_variables()
@@ -192,7 +188,9 @@ def test_a_transcript_without_an_id_is_named_by_its_time(tmp_path: Path) -> None
     """The file is for its owner alone, under any umask."""
     before = os.umask(0)
     try:
-        with agent(say("hi"), transcript_dir=tmp_path / "deep" / "t").start_session() as session:
+        with make_file_agent(
+            [say("hi")], transcript_dir=tmp_path / "deep" / "t"
+        ).start_session() as session:
             session.new_prompt("x")
     finally:
         os.umask(before)

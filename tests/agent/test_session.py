@@ -24,7 +24,7 @@ from agent.views.views import add_views
 from batch_trajectories.basics.errors import HostError
 from run_agent import AIAgent
 from tests.fakes.fake_endpoint import FakeEndpoint
-from tests.helpers.playing import SETTINGS, TOOLS, Price, Watched, call, calls, say
+from tests.helpers.playing import SETTINGS, TOOLS, Price, Watched, call, calls, make_file_agent, say
 from tests.helpers.running import PATIENCE_S, WRITE_A_NOTE, lines
 from toolsets.context import ToolContext
 from toolsets.tool import tool
@@ -33,17 +33,13 @@ WRITE = calls(call("write_file", path="a", content="A"))
 READ = calls(call("read_file", path="a"))
 
 
-def agent(script: list[Any], **more: Any) -> AIAgent:
-    return AIAgent("scripted", script=script, enabled_toolsets=["file"], **more)
-
-
 def roles(session: AgentSession) -> list[str]:
     return [message["role"] for message in session.messages]
 
 
 def test_prompts_build_on_each_other_in_one_workspace() -> None:
     """The second prompt finds the messages and the files of the first."""
-    with agent([WRITE, say("written"), READ, say("it is A")]).start_session() as session:
+    with make_file_agent([WRITE, say("written"), READ, say("it is A")]).start_session() as session:
         assert session.get_variables()["status"] == "idle"
         assert session.new_prompt("write") == "written"
         assert session.new_prompt("read") == "it is A"
@@ -60,7 +56,7 @@ def test_prompts_build_on_each_other_in_one_workspace() -> None:
 def test_a_fork_goes_its_own_way() -> None:
     """Messages and files are copies."""
     script = [WRITE, say("written"), calls(call("write_file", path="a", content="B")), say("b")]
-    with agent([*script, READ, say("seen")]).start_session() as session:
+    with make_file_agent([*script, READ, say("seen")]).start_session() as session:
         session.new_prompt("write")
         with session.fork() as fork:
             fork.new_prompt("change it")
@@ -74,7 +70,7 @@ def test_a_fork_knows_what_its_parent_knew() -> None:
     """The tools that the model was shown, and the prompts that failed."""
     none = set_up(AgentOptions(), SETTINGS, enabled_toolsets=["none"], disabled_toolsets=())
     script = [*(calls(call(f"no{n}")) for n in range(3)), say("fine"), say("gone")]
-    with agent(script, max_errors=3).start_session() as session:
+    with make_file_agent(script, max_errors=3).start_session() as session:
         session.new_prompt("x")
         session.set_tools(none)
         with session.fork() as fork:
@@ -92,7 +88,7 @@ def test_a_fork_knows_what_its_parent_knew() -> None:
 def test_failed_prompts_are_counted_and_summed_up() -> None:
     """A failed prompt that ended by its error budget counts, too."""
     script = [*(calls(call(f"no{n}")) for n in range(3)), say("fine")]
-    with agent(script, max_errors=3).start_session() as session:
+    with make_file_agent(script, max_errors=3).start_session() as session:
         assert session.new_prompt("x") == ""
         assert session.get_variables()["status"] == "failed"
         assert session.new_prompt("y") == "fine", "counters begin anew"
@@ -111,7 +107,7 @@ def test_names_of_results_hold_over_prompts() -> None:
         calls(call("write_file", path="b", content="$$write_file-res-1")),
         READ,
     ]
-    with agent([*script, say("2")], result_references=True).start_session() as session:
+    with make_file_agent([*script, say("2")], result_references=True).start_session() as session:
         session.new_prompt("x")
         session.new_prompt("y")
         results = [m for m in session.messages if m["role"] == "tool"]
@@ -131,20 +127,25 @@ def test_a_reserved_name_is_refused_where_it_is_given() -> None:
         """Mine."""
         return ""
 
-    with agent([say("x")]).start_session() as session:
+    with make_file_agent([say("x")]).start_session() as session:
         with pytest.raises(ValueError, match="'final_answer' is reserved"):
             session.set_tools(replace(session._setup.common, tools=(mine,)))
         assert session.new_prompt("x") == "x"
 
 
 def test_a_prompt_must_not_be_blank() -> None:
-    with agent([say("x")]).start_session() as session, pytest.raises(ValueError, match="blank"):
+    with (
+        make_file_agent([say("x")]).start_session() as session,
+        pytest.raises(ValueError, match="blank"),
+    ):
         session.new_prompt(" ")
 
 
 def test_the_answer_to_a_tool_that_asked_is_the_next_prompt() -> None:
     """Without a scripted reply the session waits for the next prompt."""
-    setup = agent([calls(call("delete", name="x")), say("gone")], awaiting_input=True)._setup
+    setup = make_file_agent(
+        [calls(call("delete", name="x")), say("gone")], awaiting_input=True
+    )._setup
     setup = replace(setup, common=replace(setup.common, tools=TOOLS))
     with AgentSession(setup) as session:
         assert session.new_prompt("delete x") == "Delete x?"
@@ -183,7 +184,7 @@ def test_a_prompt_that_has_not_called_the_model_yet_can_be_cancelled(
         session.cancel("at once")
         return original(*given, **more)
 
-    with agent([say("one"), say("two")]).start_session() as session:
+    with make_file_agent([say("one"), say("two")]).start_session() as session:
         session.cancel("before any prompt")
         with monkeypatch.context() as patched:
             patched.setattr(agent_session, step, cancel_before)
@@ -202,7 +203,7 @@ def test_a_prompt_that_could_not_begin_leaves_a_session_that_can_be_used(
         coroutine.close()
         raise RuntimeError("can't start new thread")
 
-    with agent([say("one")]).start_session() as session:
+    with make_file_agent([say("one")]).start_session() as session:
         with monkeypatch.context() as patched:
             patched.setattr(agent_session, "run_here", fail)
             with pytest.raises(RuntimeError, match="can't start"):
@@ -225,7 +226,7 @@ def test_a_session_can_continue_after_an_exception(failure: str) -> None:
         await asyncio.Event().wait()
         return ""
 
-    setup = agent([calls(call("slow")), say("back")])._setup
+    setup = make_file_agent([calls(call("slow")), say("back")])._setup
     setup = replace(setup, common=replace(setup.common, tools=(slow,)))
     limit = asyncio.Timeout(None)  # which the tool ends
 
@@ -243,7 +244,7 @@ def test_a_session_can_continue_after_an_exception(failure: str) -> None:
 
 def test_one_prompt_at_a_time_and_none_after_the_end() -> None:
     async def use() -> None:
-        with agent([say("one"), say("two")]).start_session() as session:
+        with make_file_agent([say("one"), say("two")]).start_session() as session:
             first = asyncio.create_task(session.anew_prompt("x"))
             await asyncio.sleep(0)
             with pytest.raises(RuntimeError, match="is running"):
@@ -276,7 +277,7 @@ def test_unfinished_conversations_are_saved_as_failed(tmp_path: Path) -> None:
     (row,) = lines(path)
     assert (row["completed"], row["status"]) == (False, "failed")
     (tmp_path / "file").write_text("")
-    saving = agent([say("hi")], save_trajectories=True, output_dir=tmp_path / "file")
+    saving = make_file_agent([say("hi")], save_trajectories=True, output_dir=tmp_path / "file")
     assert saving.chat("x") == "hi"
     with pytest.raises(ValueError, match="blank"):
         saving.chat(" ")
@@ -293,7 +294,7 @@ def test_a_key_that_was_given_serves_subagents_of_the_same_endpoint() -> None:
 
 def test_max_turns_is_stated_beside_an_ephemeral_prompt() -> None:
     requests: list[Any] = []
-    talking = agent([say("x")], state_max_turns=True, ephemeral_system_prompt="secret")
+    talking = make_file_agent([say("x")], state_max_turns=True, ephemeral_system_prompt="secret")
     result = talking.run_conversation("go")
     assert result["messages"][0]["content"] == "You have at most 20 replies for this task."
     model = Watched(ScriptedModel(parse_script([say("x")])), requests, Price(0.0, 0))
@@ -306,7 +307,7 @@ def test_tools_can_be_replaced_between_prompts() -> None:
     """The model sees an added tool, and a removed one cannot be called."""
     options = AgentOptions()
     none = set_up(options, SETTINGS, enabled_toolsets=["none"], disabled_toolsets=())
-    with agent([say("hi"), READ, say("no tool")]).start_session() as session:
+    with make_file_agent([say("hi"), READ, say("no tool")]).start_session() as session:
         session.new_prompt("hello")
         session.set_tools(none)
         session.new_prompt("read a")
@@ -350,14 +351,14 @@ def test_a_history_with_a_hole_is_refused(history: list[Message], message: str) 
     with pytest.raises(ValueError, match=message):
         check_history(history)
     with pytest.raises(ValueError, match=message):
-        agent([say("x")]).run_conversation("x", conversation_history=history)
+        make_file_agent([say("x")]).run_conversation("x", conversation_history=history)
 
 
 class TestTranscript:
     """A conversation is a JSONL file that is readable up to a crash."""
 
     def test_it_holds_all_that_happened(self, tmp_path: Path) -> None:
-        talking = agent([WRITE, say(" "), say("done")], transcript_dir=tmp_path / "t")
+        talking = make_file_agent([WRITE, say(" "), say("done")], transcript_dir=tmp_path / "t")
         talking.run_conversation("x", task_id="../my run")
         (path,) = (tmp_path / "t").iterdir()
         assert path.name == "_my_run.jsonl"
@@ -388,7 +389,7 @@ class TestTranscript:
         assert b"wrong-key-456" not in path.read_bytes()
 
     def test_without_a_directory_there_is_none(self, tmp_path: Path) -> None:
-        agent([say("x")]).chat("x")
+        make_file_agent([say("x")]).chat("x")
         assert not list(tmp_path.iterdir())
 
 
@@ -398,7 +399,7 @@ class TestEvents:
     def test_turns_calls_and_results_are_reported_in_order(self) -> None:
         events: list[Any] = []
         script = [{**WRITE, "reasoning": "hm", "content": "writing"}, say("done")]
-        agent(script, stream_handler=events.append).chat("x")
+        make_file_agent(script, stream_handler=events.append).chat("x")
         assert [event["type"] for event in events] == [
             "thinking_delta",
             "text_delta",
@@ -442,22 +443,22 @@ class TestEvents:
         def broken(event: Any) -> None:
             raise RuntimeError("handler")
 
-        assert agent([WRITE, say("done")], stream_handler=broken).chat("x") == "done"
+        assert make_file_agent([WRITE, say("done")], stream_handler=broken).chat("x") == "done"
         assert "handler" in caplog.text
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ValueError, match="max_turn: unknown option; did you mean 'max_turns'"):
-        agent([say("x")], max_turn=3)
+        make_file_agent([say("x")], max_turn=3)
 
 
 def test_it_works_from_a_loop_and_says_what_it_knows() -> None:
     async def notebook() -> str:
-        with agent([say("hi", reasoning="why")]).start_session() as session:
+        with make_file_agent([say("hi", reasoning="why")]).start_session() as session:
             return await session.anew_prompt("x")
 
     assert asyncio.run(notebook()) == "hi"
-    result = agent([say("hi", reasoning="why")]).run_conversation("x")
+    result = make_file_agent([say("hi", reasoning="why")]).run_conversation("x")
     assert result["last_reasoning"] == "why"
     assert json.dumps(result["messages"])
 

@@ -28,7 +28,7 @@ from tests.helpers.running import (
     PATIENCE_S,
     SCRIPTED,
     command,
-    lines,
+    records,
     run,
     started,
     wait_until,
@@ -261,10 +261,6 @@ def test_subagents_and_summaries_of_a_conversation_are_shown(tmp_path: Path) -> 
         )
     ]
     assert places == sorted(places)
-
-
-def records(cwd: Path) -> list[dict[str, Any]]:
-    return lines(cwd / "trajectories" / "r" / "records.jsonl")
 
 
 @pytest.mark.slow

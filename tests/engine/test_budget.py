@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,6 +39,7 @@ from tests.helpers.running import (
     lines,
     run,
     started,
+    summary,
     wait_until,
     workers_of,
     write_prompts,
@@ -536,10 +536,6 @@ def test_a_budget_that_cannot_be_kept_is_refused(
     )
     assert refused.returncode == 2
     assert message in refused.stderr
-
-
-def summary(tmp_path: Path, name: str) -> Any:
-    return orjson.loads((tmp_path / "trajectories" / name / "summary.json").read_bytes())
 
 
 def spent_in(tmp_path: Path) -> float:

@@ -19,7 +19,7 @@ from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.config.endpoints import Cost, EndpointLimits
 from batch_trajectories.engine.messages import Load, ReportBudget, SetLimits
 from batch_trajectories.engine.supervisor.limiter import MAX_COOL_DOWN_S, Limiter
-from batch_trajectories.engine.supervisor.limits import RunLimits, share_out
+from batch_trajectories.engine.supervisor.limits import RunLimits, divide_calls
 from batch_trajectories.engine.worker.budget_share import WorkerBudget
 from batch_trajectories.engine.worker.call_limiter import CallLimiter, TokenBucket
 from tests.fakes.fake_endpoint import FakeEndpoint
@@ -200,7 +200,7 @@ class TestLimiter:
 
 @given(st.integers(0, 500), st.lists(st.integers(0, 300), min_size=1, max_size=9))
 def test_shares_sum_to_the_limit_and_serve_demand_first(limit: int, demands: list[int]) -> None:
-    shares = share_out(limit, demands)
+    shares = divide_calls(limit, demands)
     assert sum(shares) == limit
     pairs = list(zip(shares, demands, strict=True))
     short = [share for share, wanted in pairs if share < wanted]
@@ -210,9 +210,9 @@ def test_shares_sum_to_the_limit_and_serve_demand_first(limit: int, demands: lis
 
 
 def test_a_limit_below_the_number_of_workers_starves_none() -> None:
-    shares = [share_out(1, [5, 5, 5], turn=turn) for turn in range(3)]
+    shares = [divide_calls(1, [5, 5, 5], turn=turn) for turn in range(3)]
     assert [sum(of_worker) for of_worker in zip(*shares, strict=True)] == [1, 1, 1]
-    assert share_out(1, [0, 5, 0], turn=2) == [0, 1, 0]
+    assert divide_calls(1, [0, 5, 0], turn=2) == [0, 1, 0]
 
 
 REPLY = completion(usage={"input_tokens": 30, "output_tokens": 10}, cost_usd=0.5)
@@ -439,7 +439,7 @@ class FakeWorker:
         self.sent.clear()
 
     def load(self, replies: int) -> Load:
-        return Load(in_flight=self.in_flight, waiting=20, told=self.told, replies=replies)
+        return Load(in_flight=self.in_flight, waiting=20, limits_number=self.told, replies=replies)
 
 
 @given(limit=st.integers(1, 12), moves=st.lists(st.tuples(st.integers(0, 3), st.booleans())))

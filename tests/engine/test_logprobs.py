@@ -14,7 +14,7 @@ import pytest
 
 from batch_trajectories.config.models import set_up_models
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.engine.plan import on_logprobs
+from batch_trajectories.engine.plan import warn_about_logprobs
 from tests.helpers.running import run, write_prompts
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ def warnings(base_url: str, **options: Any) -> list[str]:
         enabled_toolsets=("none",),
         **given,
     )
-    return [*on_logprobs(set_up_models(config))]
+    return [*warn_about_logprobs(set_up_models(config))]
 
 
 def mode(name: str) -> Any:

@@ -54,7 +54,7 @@ FAILURE = Failure("p", "d", 2, "timeout", "no reply\nsince 12:00 \N{GRINNING FAC
                     events=[{"kind": "note", "value": LONG, "at": 0.1}],
                     knows_begun=True,
                     deaths=0,
-                    place="",
+                    workspace_id="",
                     reserved={"call": Cost(0.5, 7)},
                 )
             ]

@@ -27,14 +27,14 @@ def state_of(progress: Progress, *, running: int = 0, limit: str = "") -> dict[s
 @pytest.fixture
 def progress() -> Progress:
     progress = Progress(total=100, tell=lambda message: None)
-    progress.found_ended(done=0, failed=0, cost_usd=1.0)
+    progress.count_earlier_tasks(done=0, failed=0, cost_usd=1.0)
     return progress
 
 
 def test_failures_are_counted_by_class(progress: Progress) -> None:
     for failure in ("timeout", None, "bad_request", "timeout", None):
-        progress.task_ended(failure=failure)
-    progress.found_ended(done=1, failed=1)
+        progress.count_ended_task(failure=failure)
+    progress.count_earlier_tasks(done=1, failed=1)
     message = describe(state_of(progress))
     assert "done 3, failed 4 (timeout 2, bad_request 1, in earlier starts 1)" in message
     assert progress.left == 93
@@ -43,8 +43,8 @@ def test_failures_are_counted_by_class(progress: Progress) -> None:
 def test_what_was_checked_is_counted(progress: Progress) -> None:
     assert "checked" not in describe(state_of(progress))
     for passed in (True, None, False):
-        progress.task_ended(failure=None, passed=passed)
-    progress.found_ended(done=3, failed=0, passed=2, not_passed=1)
+        progress.count_ended_task(failure=None, passed=passed)
+    progress.count_earlier_tasks(done=3, failed=0, passed=2, not_passed=1)
     assert "done 6, passed 3 of 5, failed 0, running" in describe(state_of(progress))
 
 
@@ -57,7 +57,7 @@ def test_a_silent_endpoint_is_seen(progress: Progress) -> None:
 
 def test_work_without_a_model_says_how_fast_it_is() -> None:
     audit = Progress(total=10, turns=None)
-    audit.task_ended(failure=None, passed=False)
+    audit.count_ended_task(failure=None, passed=False)
     line = describe(audit._state(2, "", audit._started_at + 30, 0.0), None)
     assert line == "left 02:00, done 1, failed 0, running 2, 2 per minute"
     audit.close()
@@ -76,7 +76,7 @@ def test_the_forecast_takes_what_is_in_flight_to_be_half_way(progress: Progress)
     progress.add(counters(turns=1, cost_usd=2.0))
     assert state_of(progress, running=20)["forecast_usd"] is None  # nothing has ended
     for _ in range(10):
-        progress.task_ended(failure=None)
+        progress.count_ended_task(failure=None)
     state = state_of(progress, running=20)
     assert state["cost_usd"] == 3.0
     assert state["forecast_usd"] == pytest.approx(1.0 + 2.0 / 20 * 100)
@@ -86,21 +86,21 @@ def test_the_forecast_takes_what_is_in_flight_to_be_half_way(progress: Progress)
 
 def test_the_time_that_is_left_includes_a_pause_of_the_endpoint(progress: Progress) -> None:
     for _ in range(98):
-        progress.task_ended(failure=None)
+        progress.count_ended_task(failure=None)
     state = progress._state(2, "", progress._started_at + 10.0, 57.0)
     assert "left 00:57, done 98" in describe(state)
 
 
 def test_at_the_end_the_forecast_is_what_was_spent(progress: Progress) -> None:
     for _ in range(100):
-        progress.task_ended(failure=None)
+        progress.count_ended_task(failure=None)
     progress.add(counters(cost_usd=5.0))
     state = state_of(progress)
     assert (state["forecast_usd"], state["left_s"]) == (pytest.approx(6.0), None)
 
 
 def test_an_unknown_cost_is_not_forecast(progress: Progress) -> None:
-    progress.task_ended(failure=None)
+    progress.count_ended_task(failure=None)
     progress.add(counters(turns=1, cost_usd=0.5, cost_unknown=True))
     message = describe(state_of(progress, running=1, limit="limit 9 (endpoint)"))
     assert "$1.50 + unknown, limit 9 (endpoint), " in message

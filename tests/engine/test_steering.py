@@ -70,11 +70,11 @@ def test_limits_that_would_stop_a_run_are_refused(tmp_path: Path, asked: dict[st
     limits = RunLimits({"openai x": EndpointLimits(8, 8, rpm=None, tpm=None)})
     budget = RunBudget(None, spent=Cost(), budget_log=BudgetLog(tmp_path, tmp_path))
     answers: dict[str, Any] = {}
-    progress = SimpleNamespace(say=lambda text, keep: None, steer=answers.update)
+    progress = SimpleNamespace(say=lambda text, keep: None, set_steering=answers.update)
     start: Any = SimpleNamespace(run_dir=SimpleNamespace(path=tmp_path), progress=progress)
     pool: Any = SimpleNamespace(workers=[])
     append_line(tmp_path / "control.jsonl", {"to": identify_process({}), "do": "limits", **asked})
-    Steering(start, pool, limits, budget, interrupt=pytest.fail).tend()
+    Steering(start, pool, limits, budget, interrupt=pytest.fail).carry_out_requests()
     assert [answer["refused"] for answer in answers["answers"].values()] == [True]
     worker: Any = Told()
     limits.share([worker])
@@ -84,12 +84,12 @@ def test_limits_that_would_stop_a_run_are_refused(tmp_path: Path, asked: dict[st
 def test_limits_change_together_or_not_at_all(tmp_path: Path) -> None:
     budget = RunBudget(Cost(5.0), spent=Cost(), budget_log=BudgetLog(tmp_path, tmp_path))
     answers: dict[str, Any] = {}
-    progress = SimpleNamespace(say=lambda text, keep: None, steer=answers.update)
+    progress = SimpleNamespace(say=lambda text, keep: None, set_steering=answers.update)
     start: Any = SimpleNamespace(run_dir=SimpleNamespace(path=tmp_path), progress=progress)
     line = {"to": identify_process({}), "do": "limits", "max_run_cost_usd": 9.0, "rpm": 5.0}
     append_line(tmp_path / "control.jsonl", line)
     pool: Any = SimpleNamespace(workers=[])
-    Steering(start, pool, RunLimits({}), budget, interrupt=pytest.fail).tend()
+    Steering(start, pool, RunLimits({}), budget, interrupt=pytest.fail).carry_out_requests()
     (answer,) = answers["answers"].values()
     assert answer["refused"]
     assert "nothing was changed" in answer["text"]

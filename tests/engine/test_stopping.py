@@ -84,14 +84,14 @@ def test_the_samples_are_those_of_a_run_one_by_one_whatever_ends_first_and_is_ki
         ends, draw = endings(seed), random.Random(seed)
         outcomes = bytearray(SAMPLES)
         ran: dict[int, str | None] = {}
-        while to_run := rule.to_run(outcomes):
-            for sample in to_run:
+        while samples_to_run := rule.samples_to_run(outcomes):
+            for sample in samples_to_run:
                 if outcomes[sample] == UNKNOWN:
                     model = rule.sample_model(outcomes, sample)
                     assert ran.setdefault(sample, model) == model
                     outcomes[sample] = RUNNING
             if draw.random() < 0.2:  # a kill: some of what was in flight has left no trace
-                for sample in to_run:
+                for sample in samples_to_run:
                     outcomes[sample] = draw.choice((UNKNOWN, RUNNING))
                 continue
             sample = draw.choice([n for n, outcome in enumerate(outcomes) if outcome == RUNNING])
@@ -118,26 +118,28 @@ def test_an_unknown_cost_counts_in_the_budget_of_a_model(tmp_path: Path) -> None
 
 
 def test_as_many_run_at_once_as_are_needed_in_any_case() -> None:
-    assert StoppingRule(2, 1).to_run(bytes(8)) == [0, 1, 2]
-    assert StoppingRule(2).to_run(bytes([PASSED, UNKNOWN, UNKNOWN])) == [1]
-    assert StoppingRule(2).to_run(bytes([PASSED, NOT_PASSED, PASSED, UNKNOWN])) == []
-    assert CASCADE._replace(passed=3).to_run(bytes(8)) == [0, 1], "who gets the third is open"
+    assert StoppingRule(2, 1).samples_to_run(bytes(8)) == [0, 1, 2]
+    assert StoppingRule(2).samples_to_run(bytes([PASSED, UNKNOWN, UNKNOWN])) == [1]
+    assert StoppingRule(2).samples_to_run(bytes([PASSED, NOT_PASSED, PASSED, UNKNOWN])) == []
+    assert CASCADE._replace(passed=3).samples_to_run(bytes(8)) == [0, 1], (
+        "who gets the third is open"
+    )
 
 
 def test_another_number_that_must_pass_keeps_what_has_begun() -> None:
     begun = bytes([PASSED, RUNNING, RUNNING, UNKNOWN])
-    assert StoppingRule(1).to_run(begun) == [1, 2]
-    assert StoppingRule(4).to_run(begun) == [1, 2, 3]
+    assert StoppingRule(1).samples_to_run(begun) == [1, 2]
+    assert StoppingRule(4).samples_to_run(begun) == [1, 2, 3]
 
 
 def test_a_lost_record_is_run_again_though_enough_have_passed() -> None:
-    assert StoppingRule(1).to_run(bytes([UNKNOWN, PASSED, UNKNOWN])) == [0]
+    assert StoppingRule(1).samples_to_run(bytes([UNKNOWN, PASSED, UNKNOWN])) == [0]
 
 
 def test_a_failed_sample_keeps_its_place_until_its_attempts_are_used_up() -> None:
     rule = StoppingRule(1)
-    assert rule.to_run(bytes([RUNNING, UNKNOWN])) == [0]
-    assert rule.to_run(bytes([UNJUDGED, UNKNOWN])) == [1]
+    assert rule.samples_to_run(bytes([RUNNING, UNKNOWN])) == [0]
+    assert rule.samples_to_run(bytes([UNJUDGED, UNKNOWN])) == [1]
 
 
 def test_samples_are_opened_when_others_end(tmp_path: Path) -> None:
@@ -233,6 +235,6 @@ def test_options_that_do_not_go_together_are_refused(given: dict[str, Any], mess
 def test_what_has_ended_is_never_run_and_what_runs_is_kept() -> None:
     every = product((UNKNOWN, RUNNING, PASSED, NOT_PASSED), repeat=4)
     for outcomes, rule in product(every, RULES):
-        to_run = rule.to_run(bytes(outcomes))
-        assert all(outcomes[sample] in (UNKNOWN, RUNNING) for sample in to_run)
-        assert {n for n, outcome in enumerate(outcomes) if outcome == RUNNING} <= {*to_run}
+        samples_to_run = rule.samples_to_run(bytes(outcomes))
+        assert all(outcomes[sample] in (UNKNOWN, RUNNING) for sample in samples_to_run)
+        assert {n for n, outcome in enumerate(outcomes) if outcome == RUNNING} <= {*samples_to_run}

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.export.conversation.row_json import dumps_row
-from batch_trajectories.export.conversation.style import Style
 from batch_trajectories.export.conversation.texts import conversation_texts
 from batch_trajectories.export.conversation.validity import Rejected
 from batch_trajectories.records.index import index_fields
@@ -19,7 +17,7 @@ from tests.agent.gateway.talking import MessagesTalk, Recording, Said
 from tests.helpers.builders import record_of
 from tests.helpers.exporting import export_to_dataset, make_run
 from tests.helpers.running import lines
-from tests.helpers.stored import ROW_FORMATS, row_in, to_record
+from tests.helpers.stored import ROW_FORMATS, to_record, written_row
 
 PROMPT = "Count the files."
 
@@ -64,13 +62,8 @@ def agents_record(
     return {**plain, "attempt": 1, "input_digest": "d", **made, **changes}
 
 
-def row(record: dict[str, Any], name: str, **style: Any) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(dumps_row(row_in(name, to_record(record), Style(**style))))
-    return loaded
-
-
 def test_messages_out_of_order_are_added_to_those_before_them() -> None:
-    training_row = row(agents_record(), "openai")
+    training_row = written_row(agents_record(), "openai")
     assert [(m["role"], m["content"]) for m in training_row["messages"]] == [
         ("system", "You work."),
         ("user", f"Mind the rules.\n\n{PROMPT}\n\nIt is Monday."),
@@ -92,7 +85,7 @@ def test_messages_out_of_order_are_added_to_those_before_them() -> None:
 
 def test_what_an_agent_says_after_results_is_no_result_in_hermes_rows() -> None:
     """It follows the response in the same entry, as the roles have to alternate."""
-    tool = row(agents_record(), "hermes")["conversations"][3]
+    tool = written_row(agents_record(), "hermes")["conversations"][3]
     response, text = tool["value"].split("\n</tool_response>\n")
     assert tool["from"] == "tool"
     assert json.loads(response.removeprefix("<tool_response>\n"))["content"] == "a b"
@@ -104,12 +97,12 @@ def test_a_tag_after_results_is_refused_in_hermes_rows() -> None:
     for message in record["messages"]:
         message["content"] = message["content"].replace("Keep", "</tool_response>Keep")
     with pytest.raises(Rejected, match="marker_in_result: what follows the results of turn 1"):
-        row(record, "hermes")
+        written_row(record, "hermes")
 
 
 @pytest.mark.parametrize("name", ROW_FORMATS)
 def test_every_format_holds_an_agents_conversation(name: str) -> None:
-    training_row = row(agents_record(), name)
+    training_row = written_row(agents_record(), name)
     text = json.dumps(training_row)
     for part in ("What is there?", "Keep your list up to date.", "It is Monday.", "Two."):
         assert part in text
@@ -128,7 +121,7 @@ def test_every_format_holds_an_agents_conversation(name: str) -> None:
 @pytest.mark.parametrize("name", ROW_FORMATS)
 def test_a_conversation_that_ends_by_a_call_ends_so_in_every_format(name: str) -> None:
     """Some agents end their task by a command: no model sees its result."""
-    training_row = row(agents_record(ends_by_call=True), name)
+    training_row = written_row(agents_record(ends_by_call=True), name)
     turns = (
         training_row.get("conversations")
         or training_row.get("messages")
@@ -147,13 +140,13 @@ def test_a_row_says_how_many_calls_saw_other_messages() -> None:
     talk.system = "It is 10:01."
     recording.relay(talk, Said("Two."))
     record = agents_record() | recording.trajectory.to_record()
-    training_row = row(record, "openai")
+    training_row = written_row(record, "openai")
     assert training_row["messages"][0]["content"] == "It is 10:01."
     assert json.loads(training_row["metadata"])["rewritten_calls"] == 1
 
 
 def test_other_conversations_of_an_agent_are_documents_of_their_own() -> None:
-    training_row = row(agents_record(), "atif")
+    training_row = written_row(agents_record(), "atif")
     assert training_row["agent"]["name"] == "claude-code"
     assert training_row["agent"]["version"] == "2.1"
     [side] = training_row["subagent_trajectories"]
@@ -167,7 +160,7 @@ def test_other_conversations_of_an_agent_are_documents_of_their_own() -> None:
 
 
 def test_replies_that_an_agent_wrote_itself_are_context_in_documents() -> None:
-    document = row(agents_record(acknowledges="Got it."), "atif")
+    document = written_row(agents_record(acknowledges="Got it."), "atif")
     [inner] = document["subagent_trajectories"]
     said = [step for step in inner["steps"] if step["source"] == "agent"]
     assert [step["message"] for step in said] == ["Got it.", "Counting"]

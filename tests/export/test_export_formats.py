@@ -29,7 +29,7 @@ from tests.helpers.exporting import (
     rows,
 )
 from tests.helpers.running import lines
-from tests.helpers.stored import ROW_FORMATS, row_in, to_record, to_row
+from tests.helpers.stored import ROW_FORMATS, row_in, to_record, to_row, written_row
 
 PARALLEL = record_of(
     user(),
@@ -42,26 +42,20 @@ PARALLEL = record_of(
 )
 
 
-def row(record: dict[str, Any], name: str = "openai", **style: Any) -> dict[str, Any]:
-    """The row of a record in a format, as a reader of the line gets it."""
-    loaded: dict[str, Any] = json.loads(dumps_row(row_in(name, to_record(record), Style(**style))))
-    return loaded
-
-
 def read_turns(record: dict[str, Any], **style: Any) -> list[tuple[str, str]]:
-    turns = row(record, "llamafactory", **style)["conversations"]
+    turns = written_row(record, "llamafactory", **style)["conversations"]
     return [(turn["from"], turn["value"]) for turn in turns]
 
 
 def refusal(record: dict[str, Any], name: str = "openai") -> str:
     with pytest.raises(Rejected) as caught:
-        row(record, name)
+        written_row(record, name)
     return caught.value.reason.value
 
 
 class TestOpenai:
     def test_messages_hold_what_was_said_and_no_absent_key(self) -> None:
-        training_row = row(call_record())
+        training_row = written_row(call_record())
         assert list(training_row) == [
             "id",
             "messages",
@@ -93,14 +87,16 @@ class TestOpenai:
         assert json.loads(training_row["tools"]) == [TEMP]
 
     def test_without_tools_the_list_is_an_empty_one(self) -> None:
-        assert row(record_of(user(), assistant("Hi."), tools=[]))["tools"] == "[]"
+        assert written_row(record_of(user(), assistant("Hi."), tools=[]))["tools"] == "[]"
 
     def test_content_beside_calls_alone_is_blank_and_never_null(self) -> None:
         record = record_of(user(), assistant("", call()), result("r"), assistant("Hi."))
-        assert row(record)["messages"][1]["content"] == ""
+        assert written_row(record)["messages"][1]["content"] == ""
 
     def test_metadata_is_that_of_the_hermes_row(self) -> None:
-        assert row(call_record())["metadata"] == to_row(to_record(call_record()))["metadata"]
+        assert (
+            written_row(call_record())["metadata"] == to_row(to_record(call_record()))["metadata"]
+        )
 
 
 class TestReasoning:
@@ -115,7 +111,7 @@ class TestReasoning:
     def test_the_style_decides_which_reasoning_is_kept(
         self, style: Any, found: list[str | None]
     ) -> None:
-        training_row = row(call_record(), reasoning=style)
+        training_row = written_row(call_record(), reasoning=style)
         turns = [m for m in training_row["messages"] if m["role"] == "assistant"]
         assert [turn.get("reasoning_content") for turn in turns] == found
         assert training_row["has_reasoning"] is any(found)
@@ -123,7 +119,7 @@ class TestReasoning:
         assert json.loads(training_row["metadata"])["reasoning"] == counts
 
     def test_inline_reasoning_is_in_the_content_and_nowhere_else(self) -> None:
-        turns = row(call_record(), reasoning="inline")["messages"][2::2]
+        turns = written_row(call_record(), reasoning="inline")["messages"][2::2]
         assert [turn["content"] for turn in turns] == [
             "<think>\nWhich city?\n</think>\n\nLooking.",
             "<think>\nNow I know.\n</think>\n\nDone.",
@@ -132,7 +128,8 @@ class TestReasoning:
 
     def test_none_leaves_empty_blocks_in_hermes_and_none_elsewhere(self) -> None:
         values = [
-            t["value"] for t in row(call_record(), "hermes", reasoning="none")["conversations"]
+            t["value"]
+            for t in written_row(call_record(), "hermes", reasoning="none")["conversations"]
         ]
         assert values[2].startswith("<think>\n</think>\nLooking.")
         assert read_turns(call_record(), reasoning="none")[-1] == ("gpt", "Done.")
@@ -140,7 +137,7 @@ class TestReasoning:
 
 class TestParallelCalls:
     def test_split_makes_one_turn_per_call_with_its_result(self) -> None:
-        messages = row(PARALLEL, parallel_calls="split")["messages"]
+        messages = written_row(PARALLEL, parallel_calls="split")["messages"]
         told = [(m["role"], m["content"], m.get("reasoning_content")) for m in messages]
         assert told == [
             ("user", "Go.", None),
@@ -155,7 +152,7 @@ class TestParallelCalls:
     def test_a_call_without_result_stays_last(self) -> None:
         calls = [call(id=name) for name in ("a", "b", "c")]
         record = record_of(user(), assistant("", *calls), result("2", id="b"), status="length")
-        messages = row(record, parallel_calls="split")["messages"]
+        messages = written_row(record, parallel_calls="split")["messages"]
         ids = [[c["id"] for c in m["tool_calls"]] for m in messages if m["role"] == "assistant"]
         assert ids == [["b"], ["a", "c"]]
 
@@ -167,24 +164,26 @@ class TestParallelCalls:
 
 
 def test_the_system_prompt_can_be_left_out_or_added(tmp_path: Path) -> None:
-    assert row(call_record(), system="omit")["messages"][0]["role"] == "user"
+    assert written_row(call_record(), system="omit")["messages"][0]["role"] == "user"
     assert read_turns(call_record())[0] == ("system", "Be brief.")
     assert read_turns(call_record(), system="omit")[0] == ("human", "Go.")
     plain, added = (
-        row(call_record(), "hermes", system=system)["conversations"][0]["value"]
+        written_row(call_record(), "hermes", system=system)["conversations"][0]["value"]
         for system in ("omit", "saved")
     )
     assert added == f"{plain}\n\nBe brief."
-    assert row(call_record(), "hermes")["conversations"][0]["value"] == plain
+    assert written_row(call_record(), "hermes")["conversations"][0]["value"] == plain
 
 
 def test_long_tool_results_lose_their_middle() -> None:
     record = record_of(user(), assistant("", call()), result("a" * 50 + "b" * 50), assistant("Hi."))
     (content,) = [
-        m["content"] for m in row(record, max_tool_chars=10)["messages"] if m["role"] == "tool"
+        m["content"]
+        for m in written_row(record, max_tool_chars=10)["messages"]
+        if m["role"] == "tool"
     ]
     assert content == "aaaaa\n[... 90 characters cut ...]\nbbbbb"
-    assert row(record, max_tool_chars=100) == row(record)
+    assert written_row(record, max_tool_chars=100) == written_row(record)
 
 
 class TestLlamafactory:
@@ -222,7 +221,7 @@ class TestLlamafactory:
         assert all(value.strip() for _, value in read_turns(record))
 
     def test_without_tools_the_column_is_blank(self) -> None:
-        training_row = row(record_of(user(), assistant("Hi."), tools=[]), "llamafactory")
+        training_row = written_row(record_of(user(), assistant("Hi."), tools=[]), "llamafactory")
         assert training_row["tools"] == ""
 
     def test_dataset_info_names_all_tags_and_columns(self, tmp_path: Path) -> None:
@@ -297,7 +296,7 @@ class TestAtif:
             assistant("Hi."),
         )
         record["turns"] = record["turns"][1:]
-        steps = row(record, "atif")["steps"]
+        steps = written_row(record, "atif")["steps"]
         assert [step.get("is_copied_context") for step in steps] == [None, True, None, None, None]
         assert steps[3]["observation"]["results"][0]["extra"] == {"is_error": True}
         assert "metrics" not in steps[1]
@@ -306,14 +305,14 @@ class TestAtif:
         record = record_of(user(), assistant("One,"), assistant("two."))
         for turn, tokens in zip(record["turns"], (3, 4), strict=True):
             turn["usage"] = {"input_tokens": tokens, "output_tokens": None}
-        step = row(record, "atif")["steps"][1]
+        step = written_row(record, "atif")["steps"][1]
         assert (step["llm_call_count"], step["metrics"]) == (2, {"prompt_tokens": 7})
 
     def test_an_answer_by_a_call_is_a_step_that_cost_nothing_of_its_own(self) -> None:
         record = ended_by(assistant("", call(id="c2"), final("14")))
         for turn, started_at in zip(record["turns"], (10.0, 20.0), strict=True):
             turn["started_at"] = started_at
-        steps = row(record, "atif")["steps"]
+        steps = written_row(record, "atif")["steps"]
         assert [step.get("llm_call_count") for step in steps] == [None, 1, 1, None]
         assert steps[2]["timestamp"].endswith("00:00:20+00:00")
         assert steps[-1]["message"] == "14"
@@ -342,7 +341,7 @@ class TestAtif:
         silent = _inner("c", "helper", user("Do."))
         stage = _inner("preparation#1", "preparation", user("Look."), assistant("x := 1"))
         record["inner"] = [stage, good, broken, silent]
-        document = row(record, "atif")
+        document = written_row(record, "atif")
         results = document["steps"][1]["observation"]["results"]
         assert [one.get("subagent_trajectory_ref") for one in results] == [
             [{"trajectory_id": "row-1-0/a"}],
@@ -365,13 +364,13 @@ class TestAtif:
         assert left_out.keys() == {"b", "c"}
         assert left_out["b"].startswith("arguments_not_json: ")
         assert left_out["c"].startswith("no_reply: ")
-        training_row = row(record, "atif", reasoning="none")["subagent_trajectories"][1]
+        training_row = written_row(record, "atif", reasoning="none")["subagent_trajectories"][1]
         assert "reasoning_content" not in training_row["steps"][2]
 
     def test_atif_has_no_document_of_a_simulated_user(self) -> None:
         """What it wrote are user messages: as an agent's steps they would be trained on."""
         said = _inner("simulated_user#1", "simulated_user", user("Hi."), assistant("More."))
-        document = row(call_record(inner=[said]), "atif")
+        document = written_row(call_record(inner=[said]), "atif")
         assert "subagent_trajectories" not in document
         assert "More." not in json.dumps(document)
 
@@ -420,8 +419,8 @@ class TestRewards:
         assert judge_record(to_record(call_record(**(told | changes)))).reward == reward
 
     def test_are_in_the_metadata(self) -> None:
-        assert json.loads(row(judged_record(0.25, "Hi."))["metadata"])["reward"] == 0.25
-        assert "reward" not in json.loads(row(call_record())["metadata"])
+        assert json.loads(written_row(judged_record(0.25, "Hi."))["metadata"])["reward"] == 0.25
+        assert "reward" not in json.loads(written_row(call_record())["metadata"])
 
 
 class TestPreferences:
@@ -617,7 +616,7 @@ class TestForgedStructure:
         record = record_of(
             user(), assistant("", call(arguments)), result(f"x {token} y"), assistant("Hi.")
         )
-        turns = row(record, "hermes")["conversations"]
+        turns = written_row(record, "hermes")["conversations"]
         assert not any(token in turn["value"] for turn in turns)
         body = (
             turns[3]["value"].removeprefix("<tool_response>\n").removesuffix("\n</tool_response>")
@@ -629,7 +628,7 @@ class TestForgedStructure:
         record = record_of(user(), assistant("", call()), result(f"x {token}"), assistant("Hi."))
         reason = "control_token" if token.startswith("<|") else "marker_in_result"
         assert refusal(record, "openai") == refusal(record, "llamafactory") == reason
-        assert row(record, "atif")["steps"][1]["observation"]["results"][0]["content"]
+        assert written_row(record, "atif")["steps"][1]["observation"]["results"][0]["content"]
 
     @pytest.mark.parametrize(
         ("token", "reason"),
@@ -648,7 +647,7 @@ class TestForgedStructure:
             user(), assistant("", call(f'{{"q": "{token}"}}')), result("r"), assistant("Hi.")
         )
         assert refusal(record, "openai") == refusal(record, "llamafactory") == reason
-        value = row(record, "hermes")["conversations"][2]["value"]
+        value = written_row(record, "hermes")["conversations"][2]["value"]
         assert arguments_of(value) == {"q": json.loads(f'"{token}"')}
 
     def test_control_tokens_of_tools_and_system_prompts_count_too(self) -> None:
@@ -657,18 +656,18 @@ class TestForgedStructure:
             user(), assistant("Hi."), tools=[{"type": "function", "function": function}]
         )
         assert refusal(record) == "control_token"
-        assert "<|im_end|>" not in row(record, "hermes")["conversations"][0]["value"]
+        assert "<|im_end|>" not in written_row(record, "hermes")["conversations"][0]["value"]
         system = {"role": "system", "content": "You <|im_start|>"}
         made = record_of(system, user(), assistant("Hi."))
         assert refusal(made) == refusal(made, "llamafactory") == "control_token"
-        assert row(made, system="omit")["messages"][0]["role"] == "user"
+        assert written_row(made, system="omit")["messages"][0]["role"] == "user"
 
     @pytest.mark.parametrize("tag", ["<tool_call>", "</think>", "<think>"])
     def test_tags_in_prompts_and_results_are_text_of_their_turn(self, tag: str) -> None:
         record = record_of(
             user(f"What is {tag}?"), assistant("", call()), result(f"a {tag} b"), assistant("Hi.")
         )
-        messages = row(record)["messages"]
+        messages = written_row(record)["messages"]
         assert (messages[0]["content"], messages[2]["content"]) == (f"What is {tag}?", f"a {tag} b")
         told = read_turns(record)
         assert (told[0], told[2]) == (("human", f"What is {tag}?"), ("observation", f"a {tag} b"))
@@ -686,7 +685,7 @@ class TestForgedStructure:
         record = record_of(
             user(), assistant("", call('{"q": "\\ud800"}')), result("r"), assistant("Hi.")
         )
-        call_made = row(record)["messages"][1]["tool_calls"][0]
+        call_made = written_row(record)["messages"][1]["tool_calls"][0]
         assert call_made["function"]["arguments"] == {"q": "\ufffd"}
 
     @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
@@ -707,7 +706,7 @@ class TestForgedStructure:
 def test_all_formats_say_the_same(tmp_path: Path) -> None:
     """The texts of one record are in every format."""
     for name in ROW_FORMATS:
-        text = json.dumps(row(call_record(), name), ensure_ascii=False)
+        text = json.dumps(written_row(call_record(), name), ensure_ascii=False)
         for part in ("Go.", "Looking.", "Which city?", "Oslo", "Now I know.", "Done."):
             assert part in text, name
 

@@ -16,7 +16,7 @@ from batch_trajectories.engine.run_totals import compute_totals
 from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import Recipe
-from batch_trajectories.export.statistics.funnel import compute_funnel, funnel_as_text
+from batch_trajectories.export.statistics.funnel import compute_funnel, format_funnel
 from batch_trajectories.export.training_files import export_run
 from batch_trajectories.records.failures import Failure, FailureFile
 from batch_trajectories.report.page.writer import write_report
@@ -142,7 +142,7 @@ def test_an_export_is_outdated_once_more_conversations_have_ended(tmp_path: Path
     (source.run_dir / "records.idx").unlink(missing_ok=True)
     steps = funnel(source)
     assert steps["exports"][0]["outdated"]
-    assert any("export again" in line for line in funnel_as_text(steps))
+    assert any("export again" in line for line in format_funnel(steps))
 
 
 def test_stats_shows_the_funnel(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from batch_trajectories.export.dataset.directory import export_dataset
 from batch_trajectories.export.formats.openai import make_row
 from batch_trajectories.export.masking import Mask, Masks
 from batch_trajectories.export.rows.recipe import Recipe, load_recipe
-from batch_trajectories.export.statistics.funnel import funnel_as_text
+from batch_trajectories.export.statistics.funnel import format_funnel
 from batch_trajectories.report.page.writer import masks_of_dataset, training_form
 from tests.export.test_export_agents import agents_record
 from tests.export.test_export_loss import mixed_record
@@ -502,7 +502,7 @@ def test_the_funnel_and_the_report_show_the_masks_of_the_dataset(tmp_path: Path)
     stored_run = StoredRun(source.run_dir)
     (found,) = stored_run.funnel()["exports"]
     assert found["masked"] == {"turns": 1, "of": 7, "by_reason": {"repeated_call": 1}}
-    told = list(funnel_as_text(stored_run.funnel()))
+    told = list(format_funnel(stored_run.funnel()))
     assert told[-2:] == [
         "  masked               1  of 7 turns carry no loss",
         "                       1  repeated_call",

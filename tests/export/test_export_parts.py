@@ -12,13 +12,11 @@ import pytest
 
 from agent.messages.message import part_kind
 from agent.wires.wires import WIRES
-from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.export.conversation.tolerance import Tolerance, parse_reasons
 from batch_trajectories.export.conversation.validity import Reason, Rejected
 from batch_trajectories.export.formats.rl import make_rows
 from tests.agent.gateway.talking import TALKS, Recording, Said, Talk, api_of
 from tests.helpers.builders import record_of
-from tests.helpers.stored import ROW_FORMATS, row_in, to_record
+from tests.helpers.stored import ROW_FORMATS, to_record, tolerant_row
 
 JSON = dict[str, Any]
 PROMPT = "What is this?"
@@ -104,10 +102,6 @@ def record(recording: Recording) -> JSON:
     return made
 
 
-def row(record: JSON, name: str, *accepts: str) -> JSON:
-    return row_in(name, to_record(record), Style(tolerance=Tolerance(parse_reasons(accepts))))
-
-
 @pytest.mark.parametrize("name", ROW_FORMATS)
 @pytest.mark.parametrize("in_result", [False, True], ids=["message", "result"])
 @pytest.mark.parametrize("make", TALKS.values(), ids=TALKS)
@@ -118,9 +112,9 @@ def test_a_picture_is_in_the_record_and_rejects_the_row_by_name(
     made = record(recording)
     assert json.dumps(made).count(DATA) == 1
     with pytest.raises(Rejected) as caught:
-        row(made, name)
+        tolerant_row(made, name)
     assert caught.value.reason == Reason.HAS_IMAGES
-    assert DATA not in (row_text := json.dumps(row(made, name, "has_images")))
+    assert DATA not in (row_text := json.dumps(tolerant_row(made, name, "has_images")))
     assert "bytes, digest " in row_text
 
 
@@ -130,8 +124,8 @@ def test_a_document_rejects_the_row_by_another_name(make: Callable[[], Talk]) ->
         conversation_with_part(make, part_of(api_of(make()), is_image=False), in_result=False)
     )
     with pytest.raises(Rejected, match="has_files: message 2: a part of the type"):
-        row(made, "openai")
-    assert "bytes, digest " in json.dumps(row(made, "openai", "has_files"))
+        tolerant_row(made, "openai")
+    assert "bytes, digest " in json.dumps(tolerant_row(made, "openai", "has_files"))
 
 
 @pytest.mark.parametrize("make", TALKS.values(), ids=TALKS)
@@ -144,7 +138,7 @@ def test_a_picture_that_each_call_shows_again_is_stored_once(make: Callable[[], 
         made = record(recording)
         assert json.dumps(made).count(DATA) == 1
         with pytest.raises(Rejected, match="has_images"):
-            row(made, "hermes")
+            tolerant_row(made, "hermes")
         # Read back, the conversation is the same.
         again = Recording(PROMPT, recording.events)
         assert again.trajectory.to_record() == recording.trajectory.to_record()
@@ -172,7 +166,7 @@ def test_a_picture_in_a_message_that_is_added_to_another_counts() -> None:
     talk.items[-1]["content"].append(part_of("anthropic_messages"))
     recording.relay(talk, Said("A cat."))
     with pytest.raises(Rejected, match="has_images: message 4"):
-        row(record(recording), "hermes")
+        tolerant_row(record(recording), "hermes")
 
 
 @pytest.mark.parametrize("name", ROW_FORMATS)
@@ -183,7 +177,7 @@ def test_a_conversation_whose_beginning_is_unknown_is_always_rejected(name: str)
     wire, body = WIRES["openai_responses"], {**talk.body(), "previous_response_id": "resp_9"}
     recording.record(wire, wire.read("/v1/responses", body), talk.reply(Said("Two.")))
     with pytest.raises(Rejected) as caught:
-        row(record(recording), name, "has_files", "has_images")
+        tolerant_row(record(recording), name, "has_files", "has_images")
     assert str(caught.value) == (
         "earlier_response_unknown: message 2: what precedes response resp_9 is unknown"
     )

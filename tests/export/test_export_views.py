@@ -15,10 +15,10 @@ from agent.options import AgentOptions
 from agent.runner import was_compacted
 from agent.views.views import compact, first_compacted_reply
 from batch_trajectories.export.conversation.validity import Rejected
-from tests.agent.test_options import ANSWER, call_echo
+from tests.agent.test_options import ANSWER
 from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import judged_record, make_run, rejects, rows
-from tests.helpers.playing import Played, play, say
+from tests.helpers.playing import Played, call_echo, play, say
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
 from tests.helpers.stored import to_record, to_row
 

@@ -12,12 +12,12 @@ from batch_trajectories.export.conversation.own_work import AuthoredWork
 from batch_trajectories.export.conversation.reading import read_conversation, read_usual_entries
 from batch_trajectories.export.training_files import route_record
 from tests.agent.test_leaked_calls import SAMPLES
-from tests.export.test_export_formats import refusal, row
+from tests.export.test_export_formats import refusal
 from tests.export.test_export_rl import FIRST, SECOND, play_record
 from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import make_run, rejects, rows
 from tests.helpers.running import run
-from tests.helpers.stored import ROW_FORMATS, to_record
+from tests.helpers.stored import ROW_FORMATS, to_record, written_row
 
 LEAKS = {models: sample.replace("echo", "temp") for models, sample in SAMPLES.items()}
 """With the name of the tool that these records offer."""
@@ -79,9 +79,9 @@ def test_the_quick_reader_finds_what_the_other_finds(form: str) -> None:
 @pytest.mark.parametrize("name", ROW_FORMATS)
 def test_an_answer_that_explains_a_format_is_a_row(name: str) -> None:
     answer = f"So:\n```\n{LEAKS['Mistral']}\n```\nor `{LEAKS['Phi-4 mini']}`."
-    assert row(record_with_ending(answer), name)
+    assert written_row(record_with_ending(answer), name)
     toolless = record_of(user(), assistant(LEAKS["Mistral"]), tools=[])
-    assert row(toolless, name)
+    assert written_row(toolless, name)
 
 
 @pytest.mark.parametrize("text", ["[THINK]So.[/THINK]Hello.", "So.</thinking>\nHello."])

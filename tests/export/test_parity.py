@@ -159,12 +159,12 @@ def test_a_hostile_template_is_bounded(
     assert "not judged" in next(describe_judgements([found]))
 
 
-def _waits(*_: object) -> str:
+def _waits(*_: object, **__: object) -> str:
     time.sleep(0.1)  # as for a processor that is busy
     return "First Second Third"
 
 
-def _spins(*_: object) -> str:
+def _spins(*_: object, **__: object) -> str:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})  # as in the middle of C code
     while True:
         pass

@@ -9,11 +9,9 @@ import pytest
 
 from agent.messages.message import provider_call
 from agent.models.dialects.dialect import read_reply
-from batch_trajectories.export.conversation.style import Style
-from batch_trajectories.export.conversation.tolerance import Tolerance, parse_reasons
 from batch_trajectories.export.conversation.validity import Rejected
 from tests.helpers.builders import assistant, call, record_of, result, user
-from tests.helpers.stored import ROW_FORMATS, row_in, to_record
+from tests.helpers.stored import ROW_FORMATS, tolerant_row
 
 JSON = dict[str, Any]
 
@@ -102,28 +100,23 @@ def record_with(reply: JSON, api: str) -> JSON:
     return record_of(user(), assistant("", call()), result("r"), {**message})
 
 
-def row(record: JSON, name: str, *accepts: str) -> JSON:
-    """The row of a record in a format."""
-    return row_in(name, to_record(record), Style(tolerance=Tolerance(parse_reasons(accepts))))
-
-
 @pytest.mark.parametrize("name", ROW_FORMATS)
 @pytest.mark.parametrize("case", REPLIES)
 def test_a_row_without_the_call_is_rejected_by_the_name_of_the_tool(case: str, name: str) -> None:
     api, reply, tool = REPLIES[case]
     record = record_with(reply, api)
     with pytest.raises(Rejected) as caught:
-        row(record, name)
+        tolerant_row(record, name)
     assert str(caught.value) == (
         f"provider_call: message 4: the provider ran {tool!r}, and rows cannot show it"
     )
-    assert ANSWER in json.dumps(row(record, name, "provider_call")), "a user can accept it"
+    assert ANSWER in json.dumps(tolerant_row(record, name, "provider_call")), "a user can accept it"
 
 
 @pytest.mark.parametrize("make", [responses, anthropic, gemini], ids=lambda make: make.__name__)
 def test_other_replies_are_not_affected(make: Any) -> None:
     api = {responses: "openai_responses", anthropic: "anthropic_messages", gemini: "gemini"}[make]
-    assert ANSWER in json.dumps(row(record_with(make(), api), "openai"))
+    assert ANSWER in json.dumps(tolerant_row(record_with(make(), api), "openai"))
 
 
 @pytest.mark.parametrize("kind", ["function", "custom_tool", "local_shell", "computer"])

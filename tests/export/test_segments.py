@@ -21,10 +21,10 @@ from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.export.segments import Segment, split_segments, views_by_conversation
 from batch_trajectories.records.record_types import Record
 from tests.agent.gateway.talking import TALKS, Recording, Said, Talk, TwoAtOnce, path_for
-from tests.agent.test_options import ANSWER, call_echo
+from tests.agent.test_options import ANSWER
 from tests.helpers.builders import assistant, call, record_of, result, user
 from tests.helpers.exporting import export_to_dataset, make_run, rows
-from tests.helpers.playing import SETTINGS, Played, play, say
+from tests.helpers.playing import SETTINGS, Played, call_echo, play, say
 from tests.helpers.stored import to_record
 
 LONG = "R" * 300

@@ -250,5 +250,5 @@ def test_the_trainers_library_renders_the_same_text(packages: Path) -> None:
     theirs = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(theirs) == len(cases) == 63
     for (path, said, offered, is_prompt), text in zip(cases, theirs, strict=True):
-        ours, _ = strip_marks(load_chat(Path(path))(said, offered, is_prompt))
+        ours, _ = strip_marks(load_chat(Path(path))(said, offered, is_prompt=is_prompt))
         assert ours.replace(EOS, "<END>") == text, path

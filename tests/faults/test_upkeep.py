@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from batch_trajectories.engine.run_dir import runs_in
+from batch_trajectories.engine.run_dir import list_run_names
 from tests.faults import strace
 from tests.faults.oracle import check_run, finished_lines, resume_and_judge
 from tests.helpers.running import SCRIPTED, run, write_rows
@@ -79,7 +79,7 @@ def two_runs(cwd: Path) -> None:
 def check_merged(cwd: Path) -> None:
     """It is there whole or not at all, and those that it is made of are as they were."""
     place = cwd / "trajectories"
-    assert runs_in(place) in (["a", "b"], ["a", "b", "m"])
+    assert list_run_names(place) in (["a", "b"], ["a", "b", "m"])
     if not (place / "m").exists() or (place / ".m.merging").exists():
         done = run(cwd, "merge", "a", "b", into="m", dataset_file="p.jsonl")
         assert done.returncode == 0, done.stderr

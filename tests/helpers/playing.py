@@ -23,6 +23,7 @@ from agent.options import AgentOptions
 from agent.runner import ConversationRunner
 from agent.setup import AgentServices, Setup, replies_played, set_up
 from agent.state.trajectory import Trajectory
+from run_agent import AIAgent
 from toolsets.catalog.registry import Toolset
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import Limits
@@ -138,8 +139,18 @@ def calls(*listed: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"tool_calls": list(listed), **more}
 
 
+def call_echo(text: str = "x", **more: Any) -> dict[str, Any]:
+    """A turn with one call of the tool `echo`."""
+    return calls(call("echo", text=text), **more)
+
+
 def say(text: str, **more: Any) -> dict[str, Any]:
     return {"content": text, **more}
+
+
+def make_file_agent(script: Sequence[Any], **more: Any) -> AIAgent:
+    """A scripted agent with the toolset `file`."""
+    return AIAgent("scripted", script=list(script), enabled_toolsets=["file"], **more)
 
 
 def play(

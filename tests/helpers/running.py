@@ -290,5 +290,35 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(strip_checksum(line)) for line in content.splitlines()]
 
 
+def records(cwd: Path, run_name: str = "r") -> list[dict[str, Any]]:
+    """The records of a run, in the order written."""
+    return lines(cwd / "trajectories" / run_name / "records.jsonl")
+
+
+def records_by_id(
+    cwd: Path, run_name: str = "r", *, may_repeat: bool = False
+) -> dict[str, dict[str, Any]]:
+    """The records of a run, sorted by id, the last of each id.
+
+    Fails if two have the same id, unless they `may_repeat`, as after an edit of a row.
+    """
+    written = records(cwd, run_name)
+    by_id = {record["id"]: record for record in sorted(written, key=lambda record: record["id"])}
+    assert may_repeat or len(by_id) == len(written)
+    return by_id
+
+
+def sorted_records(cwd: Path, run_name: str = "r") -> list[dict[str, Any]]:
+    """The records of a run, sorted by id; fails if two have the same id."""
+    return [*records_by_id(cwd, run_name).values()]
+
+
+def summary(cwd: Path, run_name: str = "r") -> dict[str, Any]:
+    """The content of the summary of a run."""
+    path = cwd / "trajectories" / run_name / "summary.json"
+    content: dict[str, Any] = json.loads(path.read_bytes())
+    return content
+
+
 def ids(path: Path) -> Sequence[str]:
     return [line["id"] for line in lines(path)]

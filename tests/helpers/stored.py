@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,9 @@ import msgspec
 from agent.messages.tokens import TokenTurn, token_turns
 from batch_trajectories.engine.record import as_stored
 from batch_trajectories.export.conversation.reading import read_conversation
+from batch_trajectories.export.conversation.row_json import dumps_row
 from batch_trajectories.export.conversation.style import Style, apply_style
+from batch_trajectories.export.conversation.tolerance import Tolerance, parse_reasons
 from batch_trajectories.export.rows.format import RowFormat, load_kind
 from batch_trajectories.export.rows.format_names import format_names
 from batch_trajectories.records.record_types import Record, StoredTurn
@@ -71,6 +74,18 @@ def complete(record: Mapping[str, Any]) -> dict[str, Any]:
 def to_record(record: Mapping[str, Any]) -> Record:
     """A record with all keys that ours have, as it is read from its line."""
     return as_stored(complete(record))
+
+
+def written_row(record: Mapping[str, Any], name: str = "openai", **style: Any) -> dict[str, Any]:
+    """The row of a record in a format, as a reader of the line gets it."""
+    line = dumps_row(row_in(name, to_record(record), Style(**style)))
+    loaded: dict[str, Any] = json.loads(line)
+    return loaded
+
+
+def tolerant_row(record: Mapping[str, Any], name: str, *accepts: str) -> dict[str, Any]:
+    """The row of a record in a format that accepts these flaws."""
+    return row_in(name, to_record(record), Style(tolerance=Tolerance(parse_reasons(accepts))))
 
 
 def row_in(name: str, record: Record, style: Style = _PLAIN) -> dict[str, Any]:

@@ -16,12 +16,13 @@ from tests.helpers.running import (
     PATIENCE_S,
     kill_session,
     lines,
+    records_by_id,
     run,
     started,
     wait_until,
     write_rows,
 )
-from tests.images.test_image_runs import assert_nothing_is_left, records
+from tests.images.test_image_runs import assert_nothing_is_left
 from tests.program.test_agent_runs import SCRIPT, options, prompt, scripted_agent
 from toolsets.sandbox.inside.processes import descendants
 
@@ -79,7 +80,7 @@ def test_an_agent_works_in_the_image_of_its_row(
     )
     done = run(tmp_path, "--row_setup", **given)
     assert done.returncode == 0, done.stderr
-    done_records = records(tmp_path)
+    done_records = records_by_id(tmp_path)
     passed = {name: record["check"]["passed"] for name, record in done_records.items()}
     assert passed == {"root": True, "user": True, "unfixed": False}
     assert "+    return a + b" in done_records["user"]["diff"]["patch"]
@@ -114,7 +115,7 @@ def test_an_image_needs_no_python_for_an_agent(
     )
     done = run(tmp_path, **given)
     assert done.returncode == 0, done.stderr
-    record = records(tmp_path)["p"]
+    record = records_by_id(tmp_path)["p"]
     assert record["status"] == "completed", record["agent"]
     assert record["agent"]["stdout"].splitlines()[-2:] == ["socket", "read-only"]
     assert_nothing_is_left(tmp_path)
@@ -128,7 +129,7 @@ def test_the_limits_of_a_row_are_those_of_its_agent(
     script = "python3 -c 'import time; x = bytearray(500 << 20); time.sleep(20)'"
     given = in_image(images, endpoint, command=["sh", "-c", script, "{prompt}"], version=[])
     run(tmp_path, **given, max_attempts=1)
-    error = records(tmp_path)["p"]["error"]
+    error = records_by_id(tmp_path)["p"]["error"]
     assert error["class"] == "agent_failed"
     assert "used more memory than its limit of 200 MB" in error["message"]
 
@@ -141,7 +142,7 @@ def test_an_agent_that_the_image_lacks_fails_before_any_call(
     given = in_image(images, endpoint, command=["no-such-agent", "{prompt}"], version=[])
     done = run(tmp_path, **given, max_attempts=1)
     assert done.returncode == 1, done.stderr
-    error = records(tmp_path)["p"]["error"]
+    error = records_by_id(tmp_path)["p"]["error"]
     assert error["class"] == "agent_failed"
     assert "cannot start no-such-agent" in error["message"]
     assert not endpoint.exchanges
@@ -162,7 +163,7 @@ def test_a_killed_agent_begins_again_in_a_new_copy_of_its_image(
         process.wait()
     endpoint.answer_all()
     assert run(tmp_path, "--row_setup", **given).returncode == 0
-    record = records(tmp_path)["t"]
+    record = records_by_id(tmp_path)["t"]
     assert (record["status"], record["check"]["passed"]) == ("completed", True)
     assert [turn["response_id"] for turn in record["turns"]][:3] == paid
     assert (record["api_calls"], record["set_aside"], record["diverged_at"]) == (5, [], None)
@@ -185,7 +186,7 @@ def test_a_stop_while_an_agent_says_its_version_is_no_failed_attempt(
     assert not lines(tmp_path / "trajectories" / "r" / "failures.jsonl")
     given = in_image(images, endpoint, version=["sh", "-c", "echo 1.0"])
     assert run(tmp_path, **given, accept_config_change="agent").returncode == 0
-    assert records(tmp_path)["p"]["attempt"] == 1
+    assert records_by_id(tmp_path)["p"]["attempt"] == 1
 
 
 def _is_below(leader: int, command: bytes) -> bool:
@@ -209,7 +210,7 @@ def test_links_of_an_image_lead_nowhere_else(
     write_rows(tmp_path / "p.jsonl", work("p", "python:1", setup=setup), work("other", "python:1"))
     done = run(tmp_path, "--row_setup", **in_image(images, endpoint), max_attempts=1)
     assert done.returncode in (0, 1), done.stderr
-    done_records = records(tmp_path)
+    done_records = records_by_id(tmp_path)
     assert done_records["other"]["status"] == "completed"
     assert done_records["p"]["status"] == status
     if status == "failed":

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.running import run, started, wait_until, write_rows
+from tests.helpers.running import records_by_id, run, started, wait_until, write_rows
 from tests.images.test_image_runs import (
     FLAGS,
     INTERRUPTED,
@@ -17,7 +17,6 @@ from tests.images.test_image_runs import (
     OPTIONS,
     assert_nothing_is_left,
     kill,
-    records,
     row,
     terminal,
 )
@@ -69,7 +68,7 @@ def _outputs(cwd: Path) -> dict[str, list[str]]:
     """What the first command of each conversation and its check printed."""
     return {
         name: [record["messages"][2]["content"], record["check"]["stdout"]]
-        for name, record in records(cwd).items()
+        for name, record in records_by_id(cwd).items()
     }
 
 
@@ -138,7 +137,7 @@ def test_a_killed_conversation_has_what_is_below_or_begins_again(
     options = {**NOT_UNDONE, "command_timeout_s": 4, "accept_config_change": "command_timeout_s"}
     done = run(tmp_path, *FLAGS, images=images, **options)
     assert done.returncode == 0, done.stderr
-    record = records(tmp_path)["a"]
+    record = records_by_id(tmp_path)["a"]
     assert ("restarts" not in record) == is_kept
     assert "kept\\n" in record["messages"][-2]["content"]
     assert " start" in record["messages"][-2]["content"]

@@ -14,9 +14,9 @@ from batch_trajectories.engine.worker.diffs.changes import begin_diff, is_unchan
 from batch_trajectories.engine.worker.diffs.git import DiffError
 from batch_trajectories.engine.worker.diffs.making import make_diff
 from tests.fakes.fake_images import make_repository
-from tests.helpers.running import run, write_rows
+from tests.helpers.running import records_by_id, run, write_rows
 from tests.images.conftest import CALC
-from tests.images.test_image_runs import FIXED, OPTIONS, records, row, terminal
+from tests.images.test_image_runs import FIXED, OPTIONS, row, terminal
 from tests.images.test_image_sandbox import out, sandbox_in
 from toolsets.context import ToolContext
 from toolsets.sandbox.base import ImageSpec
@@ -250,7 +250,7 @@ def check_right_fixes(tmp_path: Path, **options: Any) -> None:
     write_rows(tmp_path / "p.jsonl", *rows)
     done = run(tmp_path, "--row_setup", **options, max_processes=30)
     assert done.returncode == 0, done.stderr
-    done_records = records(tmp_path)
+    done_records = records_by_id(tmp_path)
     assert {
         name: record["check"].get("error") for name, record in done_records.items()
     } == dict.fromkeys(done_records)
@@ -288,10 +288,10 @@ def check_special_repositories(tmp_path: Path, **options: Any) -> None:
     write_rows(tmp_path / "p.jsonl", *rows)
     done = run(tmp_path, "--row_setup", **options)
     assert done.returncode == 0, done.stderr
-    checks = {name: record["check"] for name, record in records(tmp_path).items()}
+    checks = {name: record["check"] for name, record in records_by_id(tmp_path).items()}
     assert {name: check.get("error") for name, check in checks.items()} == dict.fromkeys(SET_UP)
     assert {name: check["reward"] for name, check in checks.items()} == dict.fromkeys(SET_UP, 1.0)
-    for record in records(tmp_path).values():
+    for record in records_by_id(tmp_path).values():
         assert "\n def add(a, b):\n-    return a - b\n" in record["diff"]["patch"]
 
 
@@ -317,7 +317,7 @@ def test_what_cannot_be_carried_is_no_reward(images: Path, tmp_path: Path) -> No
     write_rows(tmp_path / "p.jsonl", *rows)
     done = run(tmp_path, "--row_setup", **OPTIONS, images=images)
     assert done.returncode == 0, done.stderr
-    done_records = records(tmp_path)
+    done_records = records_by_id(tmp_path)
     assert done_records["much"]["check"]["reward"] is done_records["odd"]["check"]["reward"] is None
     assert "at most 64 MiB can be carried" in done_records["much"]["check"]["error"]
     assert "is not UTF-8" in done_records["odd"]["check"]["error"]
@@ -343,7 +343,7 @@ def test_what_a_verifier_cannot_be_given_is_no_reward(images: Path, tmp_path: Pa
     write_rows(tmp_path / "p.jsonl", *rows)
     done = run(tmp_path, "--row_setup", **OPTIONS, images=images)
     assert done.returncode == 0, done.stderr
-    checks = {name: record["check"] for name, record in records(tmp_path).items()}
+    checks = {name: record["check"] for name, record in records_by_id(tmp_path).items()}
     assert {name: one["reward"] for name, one in checks.items()} == {
         "closed": None,
         "left out": 1.0,
@@ -369,7 +369,7 @@ def test_a_fresh_check_without_a_repository_is_refused_before_any_call(
     done = run(tmp_path, "--row_setup", **OPTIONS, images=images, max_attempts=1)
     assert done.returncode == 1, done.stderr
     for name, (_, why) in refused.items():
-        record = records(tmp_path)[name]
+        record = records_by_id(tmp_path)[name]
         assert record["error"] is not None, name
         assert why in record["error"]["message"]
         assert record["turns"] == []

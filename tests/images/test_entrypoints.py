@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.fakes.fake_images import Entry, layer_of, layer_of_tree, write_layout
-from tests.helpers.running import run, write_rows
+from tests.helpers.running import records_by_id, run, write_rows
 from tests.images.conftest import podman
-from tests.images.test_image_runs import OPTIONS, records, row, terminal
+from tests.images.test_image_runs import OPTIONS, row, terminal
 from tests.images.test_image_sandbox import act
 from tests.images.test_task_runs import results_of
 from toolsets.images.store import ImageStore
@@ -66,7 +66,7 @@ def enter(tmp_path: Path, **options: Any) -> None:
     write_rows(tmp_path / "p.jsonl", *rows)
     done = run(tmp_path, "--row_setup", **options)
     assert done.returncode == 0, done.stderr
-    done_records = records(tmp_path)
+    done_records = records_by_id(tmp_path)
     said = {name: results_of(record)[0] for name, record in done_records.items()}
     assert said["service"]["stdout"] == "hi from /work\n"
     assert said["server"]["stdout"] == "only\n"

@@ -24,7 +24,7 @@ from tests.images.test_registry import encoded, log_in, pull
 from toolsets.images.names import ImageError
 from toolsets.images.registry import client
 from toolsets.images.registry.tokens import parse_challenges
-from toolsets.images.registry.transport import _retry_after
+from toolsets.images.registry.transport import _parse_retry_after
 from toolsets.images.store import ImageStore
 
 LAYER = layer_of([Entry("file", b"x" * 3000)])
@@ -188,7 +188,7 @@ def test_a_redirect_to_no_address_is_refused(tmp_path: Path, location: str) -> N
 def test_a_busy_registry_with_any_retry_after_ends(tmp_path: Path, later: str | None) -> None:
     given = {} if later is None else {"Retry-After": later}
     assert "HTTP 429" in refusal(tmp_path, lambda path, headers: (429, given, b""))
-    assert _retry_after("Mon, 01 Jan 2001 00:00:00 GMT") == 0.0
+    assert _parse_retry_after("Mon, 01 Jan 2001 00:00:00 GMT") == 0.0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.running import kill_session, lines, run, started, wait_until, write_rows
+from tests.helpers.running import kill_session, records_by_id, run, started, wait_until, write_rows
 
 FIXED = "from pkg.calc import add; assert add(5, 2) == 7"
 INTERRUPTED = "touch /testbed/begun; sleep 1000"
@@ -80,10 +80,6 @@ OPTIONS: dict[str, Any] = {
 FLAGS = ("--row_setup",)
 
 
-def records(cwd: Path) -> dict[str, Any]:
-    return {record["id"]: record for record in lines(cwd / "trajectories/r/records.jsonl")}
-
-
 def assert_nothing_is_left(cwd: Path) -> None:
     assert list((cwd / "trajectories/r/workspaces").iterdir()) == []
     mounts = Path("/proc/self/mounts").read_text()
@@ -95,7 +91,7 @@ def test_python_is_not_offered_in_an_image_without_it(tmp_path: Path, images: Pa
     write_rows(tmp_path / "p.jsonl", row("with", "python:1", call), row("without", "shell:1", call))
     done = run(tmp_path, *FLAGS, images=images, **OPTIONS)
     assert done.returncode == 0, done.stderr
-    found = records(tmp_path)
+    found = records_by_id(tmp_path)
     offered = {
         name: (
             record["toolsets"],
@@ -119,7 +115,7 @@ def run_fixes(cwd: Path, **options: Any) -> dict[str, Any]:
     write_rows(cwd / "p.jsonl", *FIXES, row("lost", "missing:1"))
     done = run(cwd, *FLAGS, max_attempts=1, **options)
     assert done.returncode in (0, 1), done.stderr
-    done_records = records(cwd)
+    done_records = records_by_id(cwd)
     passed = {
         name: record["check"] and record["check"]["passed"] for name, record in done_records.items()
     }
@@ -192,7 +188,7 @@ def run_with_rewards(tmp_path: Path, **options: Any) -> None:
     reward = ",".join(f"graders:{name}" for name in ("read", "missing", "opened", "idle"))
     done = run(tmp_path, *FLAGS, reward=reward, **options)
     assert done.returncode == 0, done.stderr
-    read, missing, opened, idle = records(tmp_path)["a"]["scores"]
+    read, missing, opened, idle = records_by_id(tmp_path)["a"]["scores"]
     assert (read["error"], read["rewards"]) == (None, {"fixed": 1, "check": 1})
     assert missing["rewards"] == {"missing": 1}
     assert (
@@ -236,7 +232,7 @@ def test_a_killed_conversation_continues_with_its_files(images: Path, tmp_path: 
     run_interrupted(tmp_path, images)
     done = run(tmp_path, *FLAGS, images=images, **NOT_UNDONE)
     assert done.returncode == 0, done.stderr
-    record = records(tmp_path)["a"]
+    record = records_by_id(tmp_path)["a"]
     assert [resume["workspace_kept"] for resume in record["resumes"]] == [True]
     assert "kept" in record["messages"][-2]["content"]
     assert record["check"]["passed"]
@@ -254,7 +250,7 @@ def test_a_conversation_whose_layer_is_gone_begins_again(images: Path, tmp_path:
     options = {**NOT_UNDONE, "command_timeout_s": 4, "accept_config_change": "command_timeout_s"}
     done = run(tmp_path, *FLAGS, images=images, **options)
     assert done.returncode == 0, done.stderr
-    record = records(tmp_path)["a"]
+    record = records_by_id(tmp_path)["a"]
     assert [restart["reason"] for restart in record["restarts"]] == ["the workspace was lost"]
     assert [reply["discarded"] for reply in record["discarded"]] == ["workspace_lost"] * 2
     assert record["resumes"] == []
@@ -274,7 +270,7 @@ def test_a_conversation_that_began_again_continues_after_a_kill(
     start_and_kill(tmp_path, images)
     done = run(tmp_path, *FLAGS, images=images, **NOT_UNDONE)
     assert done.returncode == 0, done.stderr
-    record = records(tmp_path)["a"]
+    record = records_by_id(tmp_path)["a"]
     assert len(record["restarts"]) == 1
     assert [resume["workspace_kept"] for resume in record["resumes"]] == [True]
     assert len(record["turns"]) == 4
@@ -326,7 +322,7 @@ def test_a_cut_off_call_is_undone_in_an_image(images: Path, tmp_path: Path, is_k
     (tmp_path / "go").touch()
     done = run(tmp_path, *FLAGS, images=images, **options)
     assert done.returncode == 0, done.stderr
-    record = records(tmp_path)["a"]
+    record = records_by_id(tmp_path)["a"]
     (resume,) = record["resumes"]
     assert (resume["interrupted"], resume["rebuild"]["calls"]) == ([], 1)
     last = json.loads(record["messages"][-2]["content"])
@@ -360,7 +356,7 @@ def test_a_setup_that_was_killed_is_done_again(images: Path, tmp_path: Path) -> 
     done = run(tmp_path, *FLAGS, images=images, max_attempts=1, **options)
     assert done.returncode in (0, 1), done.stderr
     # It timed out waiting, so `test ! -e /once` held again.
-    assert "timed out" in records(tmp_path)["a"]["error"]["message"]
+    assert "timed out" in records_by_id(tmp_path)["a"]["error"]["message"]
     assert_nothing_is_left(tmp_path)
 
 
@@ -388,7 +384,7 @@ def test_killed_at_random_moments(images: Path, tmp_path: Path) -> None:
             kill(process)
     done = run(tmp_path, *FLAGS, images=images, **OPTIONS)
     assert done.returncode == 0, done.stderr
-    done_records = records(tmp_path)
+    done_records = records_by_id(tmp_path)
     assert len(done_records) == 6
     for record in done_records.values():
         assert record["status"] == "completed"

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("obstore", reason="needs the extra `mirror`")
 
 from batch_trajectories.basics.bucket import Bucket
-from tests.helpers.running import run, write_rows
-from tests.images.test_image_runs import OPTIONS, records, row, terminal
+from tests.helpers.running import records_by_id, run, write_rows
+from tests.images.test_image_runs import OPTIONS, row, terminal
 from tests.mirror.emulators import needs_emulators, run_emulator
 
 pytestmark = [pytest.mark.slow, needs_emulators]
@@ -32,7 +32,7 @@ def test_a_run_works_in_images_of_a_bucket(
         options: dict[str, Any] = {**OPTIONS, "images": url}
         done = run(tmp_path, **options)
         assert done.returncode == 0, done.stderr
-        assert "echo" in str(records(tmp_path)["a"]["messages"])
+        assert "echo" in str(records_by_id(tmp_path)["a"]["messages"])
 
         def read() -> int:
             return sum("blobs" in one.path and one.method == "GET" for one in bucket.proxy.requests)

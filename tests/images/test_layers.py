@@ -16,7 +16,7 @@ import pytest
 from tests.fakes.fake_images import Entry, directory, layer_of, symlink, write_layout, write_saved
 from tests.helpers.running import PATIENCE_S
 from toolsets.images import layers as layers_module
-from toolsets.images.archives import images_in
+from toolsets.images.archives import find_images
 from toolsets.images.names import ImageError
 from toolsets.images.store import ImageStore, UnpackedImage, find_user
 from toolsets.workspace.removal import remove_tree
@@ -298,7 +298,7 @@ def test_images_are_found_by_all_their_names(tmp_path: Path) -> None:
     (images / "junk.tar").write_bytes(b"junk")
     os.mkfifo(images / "pipe.tar")
     store = ImageStore(images)
-    assert sum("pipe.tar: neither a file" in str(found) for found in images_in(images)) == 1
+    assert sum("pipe.tar: neither a file" in str(found) for found in find_images(images)) == 1
     for name in ("org/tool:2.0", "docker.io/org/tool:2.0", digest, f"any@{digest}"):
         assert (store.unpack(name).rootfs / "a").read_bytes() == b"layout"
     assert store.find("base:1").digest == named

@@ -11,7 +11,7 @@ import pytest
 
 from tests.dataset.test_harbor import write_task
 from tests.fakes.fake_images import Entry, layer_of, layer_of_tree, make_repository, write_layout
-from tests.helpers.running import run, write_rows
+from tests.helpers.running import records_by_id, run, write_rows
 from tests.images.conftest import CALC
 from tests.images.test_task_runs import (
     IN_IMAGES,
@@ -19,7 +19,6 @@ from tests.images.test_task_runs import (
     PYTEST,
     TEST_ADD,
     TEST_PATCH,
-    records_of,
     results_of,
     script_of,
 )
@@ -114,7 +113,7 @@ def test_the_fix_is_not_in_the_repository(
     (tmp_path / "mine.yaml").write_text(own)
     done = run(tmp_path, **IN_IMAGES, rows="mine.yaml", images=images)
     assert done.returncode == 0, done.stderr
-    records = records_of(tmp_path)
+    records = records_by_id(tmp_path)
     assert records["kept"]["check"]["reward"] == 1.0
     assert records["clean"]["check"]["reward"] == 0.0, records["clean"]["check"]
     assert records["clean"]["diff"]["patch"] == ""
@@ -141,7 +140,7 @@ def test_tasks_of_other_kinds_have_their_history_removed_where_they_name_a_commi
     options = {**IN_IMAGES, "dataset_file": "tasks", "images": images, "script_file": "turns.yaml"}
     done = run(tmp_path, **options, rows="harbor")
     assert done.returncode == 0, done.stderr
-    rewards = {id: record["check"]["reward"] for id, record in records_of(tmp_path).items()}
+    rewards = {id: record["check"]["reward"] for id, record in records_by_id(tmp_path).items()}
     assert rewards == {"named": 0.0, "plain": 1.0}
 
 
@@ -164,6 +163,6 @@ def test_history_that_cannot_be_removed_fails_the_setup(
         tmp_path, "--row_setup", **IN_IMAGES, workspace="image", images=images, max_attempts=1
     )
     assert done.returncode == 1
-    error = records_of(tmp_path)["a"]["error"]
+    error = records_by_id(tmp_path)["a"]["error"]
     assert error["class"] == "setup_failed"
     assert "`base_commit`: the history cannot be removed: git cannot read" in error["message"]

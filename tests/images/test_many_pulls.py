@@ -12,8 +12,16 @@ import pytest
 
 from tests.fakes.fake_images import Entry, layer_of, layer_of_tree, tree_of_programs
 from tests.fakes.fake_registry import FakeRegistry, Faults
-from tests.helpers.running import LONG_S, kill_session, run, started, wait_until, write_rows
-from tests.images.test_image_runs import OPTIONS, assert_nothing_is_left, records, row, terminal
+from tests.helpers.running import (
+    LONG_S,
+    kill_session,
+    records_by_id,
+    run,
+    started,
+    wait_until,
+    write_rows,
+)
+from tests.images.test_image_runs import OPTIONS, assert_nothing_is_left, row, terminal
 from tests.images.test_shared_layers import disk
 from toolsets.images.store import ImageStore
 from toolsets.sandbox.factory import sandbox_problem
@@ -150,7 +158,7 @@ def test_a_run_fetches_each_layer_once(tmp_path: Path) -> None:
             wait_until(lambda: process.poll() is not None, timeout_s=LONG_S)
         assert process.returncode == 0, (tmp_path / "output.txt").read_text()[-2000:]
         print(f"\n{time.monotonic() - began:.0f} s with {KILLS} kills")
-        found = records(tmp_path)
+        found = records_by_id(tmp_path)
         for number in range(IMAGES):
             content = str(found[f"{number}"]["messages"][-2]["content"])
             assert f'"stdout":"n{number}"' in content

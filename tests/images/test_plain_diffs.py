@@ -214,7 +214,7 @@ def test_one_workspace_makes_the_diffs_of_many_conversations(images: Path, tmp_p
 def test_a_workspace_that_failed_or_made_many_diffs_is_replaced(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain, "_MOST_DIFFS", 2)
+    monkeypatch.setattr(plain, "_MAX_DIFFS", 2)
     for place in ("a", "b"):
         (tmp_path / place).mkdir()
     made, opened = diffs_of(images, tmp_path / "a", *[FIX] * 4)
@@ -231,6 +231,6 @@ def test_workspaces_of_many_images_are_ended_once_each(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where several conversations find at the same time that too many are open."""
-    monkeypatch.setattr(plain, "_MOST_OPEN", 1)
+    monkeypatch.setattr(plain, "_MAX_OPEN", 1)
     made, _ = diffs_of(images, tmp_path, *[FIX] * 8, kinds=4)
     assert [diff and diff["patch"].count("x = 1") for diff in made] == [1] * 8

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from tests.fakes.agent_endpoint import AgentEndpoint
-from tests.helpers.running import kill_session, run, started, wait_until, write_rows
+from tests.helpers.running import kill_session, records_by_id, run, started, wait_until, write_rows
 from tests.images.conftest import podman
 from tests.images.test_agent_images import FIXED, work
-from tests.images.test_image_runs import records
 from tests.images.test_podman_runs import assert_nothing_is_left
 from tests.program.test_agent_runs import SCRIPT, options, prompt, scripted_agent
 
@@ -63,7 +62,7 @@ def test_an_agent_works_in_the_container_of_its_row(
     )
     done = run(tmp_path, "--row_setup", "--network", **given)
     assert done.returncode == 0, done.stderr
-    found = records(tmp_path)
+    found = records_by_id(tmp_path)
     passed = {name: record["check"]["passed"] for name, record in found.items()}
     assert passed == {"root": True, "user": True, "wide": True, "unfixed": False}
     assert "+    return a + b" in found["user"]["diff"]["patch"]
@@ -85,7 +84,7 @@ def test_an_agent_works_in_a_directory_of_this_machine(
     given = in_container(endpoint, inside=False, command=command)
     done = run(tmp_path, "--row_setup", **given)
     assert done.returncode == 0, done.stderr
-    record = records(tmp_path)["p"]
+    record = records_by_id(tmp_path)["p"]
     assert (record["status"], record["check"]["passed"]) == ("completed", True)
     assert record["agent"]["stdout"].splitlines()[:2] == ["/home/user /workspace", "mine"]
     assert record["agent"]["version"].startswith("3.")
@@ -110,7 +109,7 @@ def test_a_killed_agent_begins_again_in_a_new_container(
     endpoint.answer_all()
     done = run(tmp_path, "--row_setup", **given)
     assert done.returncode == 0, done.stderr
-    record = records(tmp_path)["t"]
+    record = records_by_id(tmp_path)["t"]
     assert (record["status"], record["check"]["passed"]) == ("completed", True)
     assert [turn["response_id"] for turn in record["turns"]][:3] == paid
     assert (record["api_calls"], record["set_aside"], record["diverged_at"]) == (5, [], None)
@@ -126,7 +125,7 @@ def test_an_agent_that_the_container_lacks_fails_before_any_call(
     given = in_container(endpoint, command=["no-such-agent", "{prompt}"], version=[])
     done = run(tmp_path, **given, max_attempts=1)
     assert done.returncode == 1, done.stderr
-    error = records(tmp_path)["p"]["error"]
+    error = records_by_id(tmp_path)["p"]["error"]
     assert error["class"] == "agent_failed"
     assert "cannot start no-such-agent" in error["message"]
     assert not endpoint.exchanges

@@ -15,7 +15,15 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.running import lines, run, session_of, started, wait_until, write_rows
+from tests.helpers.running import (
+    lines,
+    records_by_id,
+    run,
+    session_of,
+    started,
+    wait_until,
+    write_rows,
+)
 from tests.images.conftest import podman
 from tests.images.test_diffs import check_right_fixes, check_special_repositories
 from tests.images.test_image_runs import (
@@ -28,7 +36,6 @@ from tests.images.test_image_runs import (
     run_with_rewards,
     terminal,
 )
-from tests.images.test_image_runs import records as records_of
 from tests.images.test_task_runs import forty_tasks, judge_forty_tasks, kill_often, results_of
 from toolsets.sandbox.base import ImageSpec, Limits, SandboxSettings
 from toolsets.sandbox.containers.docker import (
@@ -84,7 +91,7 @@ def test_a_check_as_another_user_has_the_same_files(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", row("a", "python:1", turn, check=check))
     done = run(tmp_path, "--row_setup", max_attempts=1, **PODMAN)
     assert done.returncode == 0, done.stderr
-    record = records_of(tmp_path)["a"]
+    record = records_by_id(tmp_path)["a"]
     assert record["check"]["passed"], record["check"]
     assert record["check"]["stdout"].split() == ["1234"]
     assert_nothing_is_left(tmp_path)
@@ -117,7 +124,7 @@ def test_only_root_of_an_image_has_capabilities(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", *rows)
     done = run(tmp_path, "--row_setup", max_attempts=1, **PODMAN)
     assert done.returncode == 0, done.stderr
-    records = records_of(tmp_path)
+    records = records_by_id(tmp_path)
     said = {name: results_of(record)[0]["stdout"] for name, record in records.items()}
     masks = {
         name: {int(line.split()[1], 16) for line in text.splitlines() if line.startswith("Cap")}
@@ -163,7 +170,7 @@ def test_an_image_that_was_replaced_is_refused_by_name(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", row("a", "own:1", terminal("true")))
     assert run(tmp_path, **PODMAN).returncode == 0
     digest = "sha256:" + podman("image", "inspect", "--format", "{{.Id}}", "localhost/own:1")
-    assert records_of(tmp_path)["a"]["image"] == {"reference": "own:1", "digest": digest}
+    assert records_by_id(tmp_path)["a"]["image"] == {"reference": "own:1", "digest": digest}
     podman("tag", "localhost/shell:1", "localhost/own:1")
     done = run(tmp_path, **PODMAN)
     assert done.returncode == 2
@@ -185,7 +192,7 @@ def test_an_image_around_a_directory_that_was_replaced_is_refused_by_name(
     done = run(tmp_path, **options)
     assert done.returncode == 0, done.stderr
     digest = "sha256:" + podman("image", "inspect", "--format", "{{.Id}}", "localhost/own:1")
-    assert records_of(tmp_path)["a"]["image"] == {"reference": "own:1", "digest": digest}
+    assert records_by_id(tmp_path)["a"]["image"] == {"reference": "own:1", "digest": digest}
     podman("tag", "localhost/shell:1", "localhost/own:1")
     done = run(tmp_path, **options)
     assert done.returncode == 2
@@ -209,7 +216,7 @@ def test_later_commits_are_removed_in_containers(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", *rows)
     done = run(tmp_path, "--row_setup", **PODMAN)
     assert done.returncode == 0, done.stderr
-    done_records = records_of(tmp_path)
+    done_records = records_by_id(tmp_path)
     assert {name: record["check"]["reward"] for name, record in done_records.items()} == {
         "clean": 0.0,
         "kept": 1.0,

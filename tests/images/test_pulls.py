@@ -13,8 +13,16 @@ import pytest
 
 from tests.fakes.fake_images import Entry, layer_of, layer_of_tree, tree_of_programs
 from tests.fakes.fake_registry import FakeRegistry, Faults
-from tests.helpers.running import kill_session, lines, run, started, wait_until, write_rows
-from tests.images.test_image_runs import OPTIONS, assert_nothing_is_left, records, row, terminal
+from tests.helpers.running import (
+    kill_session,
+    lines,
+    records_by_id,
+    run,
+    started,
+    wait_until,
+    write_rows,
+)
+from tests.images.test_image_runs import OPTIONS, assert_nothing_is_left, row, terminal
 from toolsets.images.store import ImageStore
 from toolsets.sandbox.factory import sandbox_problem
 
@@ -154,7 +162,7 @@ def test_a_run_fetches_what_it_lacks(
     registry.on_blob = lambda digest: wait_until(lambda: "not fetched ahead" in run_log.read_text())
     done = run(tmp_path, max_attempts=1, **options_of(tmp_path))
     assert done.returncode in (0, 1), done.stderr
-    found = records(tmp_path)
+    found = records_by_id(tmp_path)
     assert len(found) == 7
     for name in names:
         assert f'"stdout":"{name}"' in str(found[f"{name}-a"]["messages"][-2]["content"])
@@ -216,7 +224,7 @@ def test_a_run_goes_on_without_its_help(tmp_path: Path, shell: bytes) -> None:
                 os.kill(pid, signal.SIGKILL)
             wait_until(lambda: process.poll() is not None)
         assert process.returncode == 0
-    assert len(records(tmp_path)) == 12
+    assert len(records_by_id(tmp_path)) == 12
 
 
 def helpers_of(parent: int) -> list[int]:

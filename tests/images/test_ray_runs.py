@@ -13,11 +13,11 @@ import pytest
 
 from tests.fakes.agent_endpoint import AgentEndpoint
 from tests.fakes.ray_cluster import TwoNodes, actors, two_nodes
-from tests.helpers.running import run, started, wait_until, write_rows
+from tests.helpers.running import records_by_id, run, started, wait_until, write_rows
 from tests.images.conftest import podman
 from tests.images.test_agent_images import FIXED as FIXED_BY_AGENT
 from tests.images.test_agent_images import in_image, work
-from tests.images.test_image_runs import FIXED, FIXES, OPTIONS, records, row, terminal
+from tests.images.test_image_runs import FIXED, FIXES, OPTIONS, row, terminal
 from toolsets.sandbox.base import SandboxSettings
 from toolsets.sandbox.factory import sandbox_problem
 
@@ -54,7 +54,7 @@ def assert_nothing_is_left(cluster: TwoNodes, cwd: Path) -> None:
 
 
 def read_verdicts(cwd: Path) -> dict[str, bool]:
-    return {name: record["check"]["passed"] for name, record in records(cwd).items()}
+    return {name: record["check"]["passed"] for name, record in records_by_id(cwd).items()}
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def kill_actors_in_second_turn(cwd: Path, given: dict[str, Any], begun: Any) -> 
         for pid in actors():
             os.kill(pid, signal.SIGKILL)
         assert process.wait(200) == 0, (cwd / "output.txt").read_text()
-    for record in records(cwd).values():
+    for record in records_by_id(cwd).values():
         assert [resume["workspace_kept"] for resume in record["resumes"]] == [True]
         assert "kept" in record["messages"][-2]["content"]
         assert record["check"]["passed"]
@@ -113,7 +113,7 @@ def test_agents_work_in_images_of_nodes(images: Path, tmp_path: Path, cluster: T
                 os.kill(pid, signal.SIGKILL)
             endpoint.answer_all()
             assert process.wait(300) == 0, (tmp_path / "output.txt").read_text()
-        found = records(tmp_path)
+        found = records_by_id(tmp_path)
         assert read_verdicts(tmp_path) == dict.fromkeys("abcd", True)
         assert {record["diverged_at"] for record in found.values()} == {None}
         assert sum(record["api_calls"] for record in found.values()) == 4 * 4

@@ -10,17 +10,9 @@ from typing import Any
 import pytest
 
 from tests.fakes.fake_images import layer_of_tree, make_repository, write_layout
-from tests.helpers.running import run, started, wait_until, write_rows
+from tests.helpers.running import records_by_id, run, started, wait_until, write_rows
 from tests.images.conftest import CALC
-from tests.images.test_image_runs import (
-    FLAGS,
-    INTERRUPTED,
-    OPTIONS,
-    kill,
-    records,
-    row,
-    terminal,
-)
+from tests.images.test_image_runs import FLAGS, INTERRUPTED, OPTIONS, kill, row, terminal
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +48,7 @@ def test_a_start_with_another_image_than_finished_records_is_refused(
     write_rows(tmp_path / "p.jsonl", row("a", "own:1", terminal("cat pkg/calc.py")))
     assert run(tmp_path, **options).returncode == 0
     before = digest_of(own)
-    assert records(tmp_path)["a"]["image"] == {"reference": "own:1", "digest": before}
+    assert records_by_id(tmp_path)["a"]["image"] == {"reference": "own:1", "digest": before}
     run_json = tmp_path / "trajectories/r/run.json"
     assert json.loads(run_json.read_bytes())["images"] == {"own:1": before}
     replace_image(images, own, {**CALC, "new.py": ""})
@@ -72,7 +64,7 @@ def test_a_start_with_another_image_than_finished_records_is_refused(
         assert "--accept_config_change=images" in done.stderr
     done = run(tmp_path, **options, accept_config_change="images")
     assert done.returncode == 0, done.stderr
-    found = {id: record["image"]["digest"] for id, record in records(tmp_path).items()}
+    found = {id: record["image"]["digest"] for id, record in records_by_id(tmp_path).items()}
     assert found == {"a": before, "b": digest_of(own)}
     assert json.loads(run_json.read_bytes())["images"] == {"own:1": digest_of(own)}
     assert run(tmp_path, **options).returncode == 0
@@ -89,7 +81,7 @@ def test_the_image_of_a_check_is_one_that_must_not_change(
     write_rows(tmp_path / "p.jsonl", rows[0])
     assert run(tmp_path, *FLAGS, **options).returncode == 0
     before = digest_of(own)
-    judged = records(tmp_path)["a"]
+    judged = records_by_id(tmp_path)["a"]
     assert judged["check"]["image"] == {"reference": "own:1", "digest": before}
     assert judged["image"]["reference"] == "python:1"
     replace_image(images, own, {**CALC, "new.py": ""})
@@ -99,7 +91,7 @@ def test_the_image_of_a_check_is_one_that_must_not_change(
     assert f"images: the run has {{'own:1': '{before}'}}, now" in done.stderr
     done = run(tmp_path, *FLAGS, **options, accept_config_change="images")
     assert done.returncode == 0, done.stderr
-    assert records(tmp_path)["b"]["check"]["image"]["digest"] == digest_of(own)
+    assert records_by_id(tmp_path)["b"]["check"]["image"]["digest"] == digest_of(own)
 
 
 def test_what_a_check_names_is_looked_for_before_the_first_call(
@@ -117,7 +109,7 @@ def test_what_a_check_names_is_looked_for_before_the_first_call(
     write_rows(tmp_path / "p.jsonl", *rows)
     done = run(tmp_path, *FLAGS, **OPTIONS, images=images, max_attempts=1)
     assert done.returncode == 1, done.stderr
-    found = records(tmp_path)
+    found = records_by_id(tmp_path)
     assert [record["turns"] for record in found.values()] == [[], [], []]
     assert {record["error"]["class"] for record in found.values()} == {"setup_failed"}
     assert "image 'no:1' is not in" in found["no image"]["error"]["message"]
@@ -138,7 +130,7 @@ def test_a_conversation_whose_image_was_replaced_begins_again(
     options |= {"command_timeout_s": 4, "accept_config_change": "command_timeout_s"}
     done = run(tmp_path, *FLAGS, **options)
     assert done.returncode == 0, done.stderr
-    record = records(tmp_path)["a"]
+    record = records_by_id(tmp_path)["a"]
     assert [restart["reason"] for restart in record["restarts"]] == ["the image was replaced"]
     assert len(record["discarded"]) == 2
     assert "new.py" in record["messages"][2]["content"]

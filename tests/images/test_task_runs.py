@@ -20,6 +20,7 @@ from tests.helpers.running import (
     SCRIPTED,
     kill_session,
     lines,
+    records_by_id,
     run,
     session_of,
     started,
@@ -67,11 +68,6 @@ def script_of(*commands: str) -> list[Any]:
     return [*(calls(call("terminal", command=command)) for command in commands), say("done")]
 
 
-def records_of(tmp_path: Path) -> dict[str, Any]:
-    records = lines(tmp_path / "trajectories" / "r" / "records.jsonl")
-    return {record["id"]: record for record in records}
-
-
 def results_of(record: Any) -> list[Any]:
     return [json.loads(m["content"]) for m in record["messages"] if m["role"] == "tool"]
 
@@ -115,7 +111,7 @@ def run_kind(
     (tmp_path / "mine.yaml").write_text(own.replace("keep: [", "keep: [script, instance_id, "))
     done = run(tmp_path, *extra, **IN_IMAGES, rows="mine.yaml", images=task_images)
     assert done.returncode == 0, done.stderr
-    return records_of(tmp_path)
+    return records_by_id(tmp_path)
 
 
 def check_kind(records: dict[str, Any]) -> None:
@@ -267,7 +263,7 @@ def test_harbor_tasks(tmp_path: Path, task_images: Path) -> None:
     assert "tasks: 10 of 14 rows can run" in done.stderr
     assert "gpus/task.toml:3: environment.gpus: GPUs are not supported" in done.stderr
     assert "no network without --network, though 10 rows asked for it" in done.stderr
-    records = records_of(tmp_path)
+    records = records_by_id(tmp_path)
     rewards = {id: (r["check"] or {}).get("reward") for id, r in records.items()}
     assert rewards == {
         **{f"{n}-{name}": 1.0 for n in range(3) for name in ("bash", "sh")},
@@ -429,7 +425,7 @@ def judge_forty_tasks(cwd: Path) -> None:
     """Each has its one record, with the reward that it should have; nothing else is left."""
     run_dir = cwd / "trajectories" / "r"
     assert len(lines(run_dir / "records.jsonl")) == 40
-    records = records_of(cwd)
+    records = records_by_id(cwd)
     rewards = {id: record["check"]["reward"] for id, record in records.items()}
     assert rewards == {f"t{n:02}": float(n % 4 != 0) for n in range(40)}
     for n in range(40):

@@ -497,7 +497,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_taken_once(tmp_path: Path)
     write_rows(tmp_path / "other.jsonl", {"some": "thing"})
     sources = [tmp_path / f"{name}.jsonl" for name in ("rows", "atif", "other")]
     end, run_dir = take(tmp_path, *sources)
-    assert (end.completed, end.there) == (2, 0)
+    assert (end.completed, end.already_recorded) == (2, 0)
     named = [what.removeprefix(f"{tmp_path}/") for what in end.unreadable]
     assert [what.split(" ")[:2] for what in named] == [
         ["rows.jsonl:2:", "not"],
@@ -512,7 +512,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_taken_once(tmp_path: Path)
     records = run_dir / "records.jsonl"
     records.write_bytes(records.read_bytes().splitlines(keepends=True)[0])
     again, _ = take(tmp_path, *sources)
-    assert (again.completed, again.there, len(again.unreadable)) == (1, 1, 7)
+    assert (again.completed, again.already_recorded, len(again.unreadable)) == (1, 1, 7)
     write_rows(
         tmp_path / "rows.jsonl",
         {**good, "messages": [*good["messages"], user_line("?")["message"]]},
@@ -748,7 +748,7 @@ def test_equal_conversations_without_ids_are_one_record(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl", *rows)
     write_rows(tmp_path / "b.jsonl", SHORT)
     end, run_dir = take(tmp_path, tmp_path / "a.jsonl", tmp_path / "b.jsonl")
-    assert (end.completed, end.ended_early, end.repeated, end.there) == (2, 1, 2, 0)
+    assert (end.completed, end.ended_early, end.repeated, end.already_recorded) == (2, 1, 2, 0)
     assert "2 equal to one before them, left out" in end.describe()
     assert [record.id for record in stored_records(run_dir)] == ["a-1", "a-2", "x"]
     assert [row["id"] for row in lines(run_dir / "imported/conversations.jsonl")] == [
@@ -757,7 +757,7 @@ def test_equal_conversations_without_ids_are_one_record(tmp_path: Path) -> None:
         "x",
     ]
     again, _ = take(tmp_path, tmp_path / "b.jsonl", tmp_path / "a.jsonl")
-    assert (again.completed, again.there, again.changed) == (0, 5, [])
+    assert (again.completed, again.already_recorded, again.changed) == (0, 5, [])
     # Killed after a row, before its record: the record still belongs to the row.
     for file in run_dir.glob("records.*"):
         file.unlink()
@@ -907,7 +907,7 @@ def test_conversations_with_other_marks_and_columns_are_not_equal(tmp_path: Path
     end, run_dir = take(tmp_path, tmp_path / "a.jsonl")
     assert (end.completed, end.repeated) == (6, 6)
     again, _ = take(tmp_path, tmp_path / "a.jsonl")
-    assert (again.there, again.changed) == (12, [])
+    assert (again.already_recorded, again.changed) == (12, [])
     quiet = [(record.imported or {}).get("no_loss") for record in stored_records(run_dir)]
     assert quiet == [[1], None, None, None, [1], None]
 

@@ -223,7 +223,7 @@ def test_a_column_that_may_belong_to_the_conversation_is_refused() -> None:
 
 
 def test_failed_calls_are_recognised_by_their_results() -> None:
-    stored = read(*conversation("p", *WORK, ANSWER)).conversation.stored(5.0)
+    stored = read(*conversation("p", *WORK, ANSWER)).conversation.to_record(5.0)
     assert [call["is_error"] for call in stored["tool_calls"]] == [False, True]
     assert [call["id"] for call in stored["messages"][1]["tool_calls"]] == ["c1", "c2"]
     assert stored["messages"][1]["reasoning"] == "Two at once."

@@ -50,7 +50,7 @@ def row_of(reader: Any) -> Callable[[Path, Rows], SourceConversation]:
 
 def describe_record(found: SourceConversation) -> str:
     """All that a record says of it, and what was left out and named."""
-    content = [found.conversation.stored(0.0), found.tools, found.facts, found.columns]
+    content = [found.conversation.to_record(0.0), found.tools, found.facts, found.columns]
     return json.dumps([content, found.imported, found.agent, found.id, [*map(str, found.problems)]])
 
 

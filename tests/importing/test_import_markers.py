@@ -17,9 +17,9 @@ import pytest
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.importing.conversation import SourceConversation, Unreadable
-from batch_trajectories.importing.readers import openai, sharegpt
 from batch_trajectories.importing.row_columns import METADATA, media_kind
 from batch_trajectories.records.tasks import Task
+from tests.helpers.importing import read_chat_row
 
 MARKER = "zebra-7131"
 LONG = f"{MARKER} " * 120
@@ -209,12 +209,6 @@ VALUES: dict[str, Any] = {
 }
 
 
-def read(row: dict[str, Any]) -> SourceConversation:
-    reader = openai.READER if "messages" in row else sharegpt.READER
-    assert reader.row is not None
-    return reader.row(row)
-
-
 def written(found: SourceConversation) -> str:
     """All that a record says of a row, as text."""
     task = Task(
@@ -259,7 +253,7 @@ def check(row: dict[str, Any], path: tuple[Any, ...]) -> None:
     """The marker in a row is in its record, or its field is named by a refusal or by the docs."""
     names = [str(key) for key in path if isinstance(key, str)]
     try:
-        says = written(read(row))
+        says = written(read_chat_row(**row))
         is_there = MARKER in says
     except Unreadable as error:
         says = str(error)
@@ -281,7 +275,7 @@ def test_the_columns_that_are_metadata_are_listed() -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_each_value_of_a_row_is_read_or_named(name: str) -> None:
-    read(ROWS[name])
+    read_chat_row(**ROWS[name])
     for path in leaves(ROWS[name]):
         given: Any = ROWS[name]
         for key in path:
@@ -311,7 +305,9 @@ def test_each_column_is_read_or_named(column: str, kind: str) -> None:
     for row in ROWS.values():
         made = {**row, column: VALUES[kind]}
         if media_kind(column) is not None:
-            (first, *_) = [m for m in read(made).conversation.messages if m["role"] == "user"]
+            (first, *_) = [
+                m for m in read_chat_row(**made).conversation.messages if m["role"] == "user"
+            ]
             assert first["provider_blocks"]["blocks"]  # export rejects the row by their names
         else:
             check(made, (column,))
@@ -323,4 +319,4 @@ def test_each_column_is_read_or_named(column: str, kind: str) -> None:
 @pytest.mark.parametrize("column", ["mask", "objects", "train_detail", "zz_unknown"])
 def test_numbers_in_lists_are_no_metadata_by_themselves(column: str, value: Any) -> None:
     with pytest.raises(Unreadable, match=rf"^{column}: .*--metadata={column}"):
-        read({**ROWS["axolotl"], column: value})
+        read_chat_row(**{**ROWS["axolotl"], column: value})

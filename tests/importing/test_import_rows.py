@@ -9,17 +9,11 @@ from typing import Any
 import pytest
 
 from batch_trajectories.importing.conversation import SourceConversation, Unreadable
-from batch_trajectories.importing.readers import openai, sharegpt
+from tests.helpers.importing import read_chat_row
 
 LOOK = {"name": "look", "description": "Look it up.", "parameters": {"type": "object"}}
 WRAPPED = {"type": "function", "function": LOOK}
 CALL = {"name": "look", "arguments": {"q": "a", "n": [1, None]}}
-
-
-def read(**row: Any) -> SourceConversation:
-    reader = openai.READER if "messages" in row else sharegpt.READER
-    assert reader.row is not None
-    return reader.row(row)
 
 
 def turns(*pairs: tuple[str, Any]) -> list[dict[str, Any]]:
@@ -52,7 +46,7 @@ def names(found: SourceConversation) -> list[str] | None:
 
 def refusal(**row: Any) -> str:
     with pytest.raises(Unreadable) as caught:
-        read(**row)
+        read_chat_row(**row)
     return str(caught.value)
 
 
@@ -80,7 +74,9 @@ ASKED = ("user", f"|call_1_0 look {ARGUMENTS}")
 )
 def test_tools_have_many_forms(tools: Any) -> None:
     for column in ("tools", "functions"):
-        found = read(**{"messages": chat(("user", "x"), ("assistant", "y")), column: tools})
+        found = read_chat_row(
+            **{"messages": chat(("user", "x"), ("assistant", "y")), column: tools}
+        )
         assert {*(names(found) or ())} == {"look"}
         assert found.tools is not None
         assert found.tools[0]["function"]["parameters"]["type"] == "object"
@@ -147,7 +143,7 @@ def test_calls_and_results_have_many_forms(reply: dict[str, Any], result: Any, t
             *chat(("assistant", "y")),
         ]
         for row in ({"messages": messages}, {"conversations": messages}):
-            assert read_messages(read(**row)) == [
+            assert read_messages(read_chat_row(**row)) == [
                 ("user", "x"),
                 ("assistant", ASKED[1]),
                 ("tool", f"call_1_0 look: {text}"),
@@ -166,7 +162,7 @@ def test_results_are_matched_by_ids_names_and_order() -> None:
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a1", "content": "1"}]},
         {"role": "user", "content": "And?"},
     ]
-    assert read_messages(read(messages=messages))[2:] == [
+    assert read_messages(read_chat_row(messages=messages))[2:] == [
         ("tool", "b2 b: 3"),
         ("tool", "b1 b: 2"),
         ("tool", "a1 a: 1"),
@@ -223,7 +219,7 @@ def test_what_says_nothing_or_is_a_note_is_left_out() -> None:
     notes = {"id": "m1", "timestamp": 7, "extra": {"cost": 1}, "model": "m", "type": "message"}
     agents = {"agent": "main", "message_type": "action", "thought": "y", "action": "ls"}
     reply = {"role": "assistant", "content": "y", **empty, **notes, **agents}
-    assert read_messages(read(messages=[*chat(("user", "x")), reply])) == [
+    assert read_messages(read_chat_row(messages=[*chat(("user", "x")), reply])) == [
         ("user", "x"),
         ("assistant", "y"),
     ]
@@ -232,10 +228,10 @@ def test_what_says_nothing_or_is_a_note_is_left_out() -> None:
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 @pytest.mark.parametrize("column", ["messages", "conversations"])
 def test_reasoning_has_several_keys(key: str, column: str) -> None:
-    found = read(**{column: chat(("user", "Sum?"), ("assistant", "4"), **{key: "Add."})})
+    found = read_chat_row(**{column: chat(("user", "Sum?"), ("assistant", "4"), **{key: "Add."})})
     assert found.conversation.messages[1]["reasoning"] == "Add."
     part = {"type": "thinking", "thinking": "Add.", "signature": "s", "redacted": False}
-    found = read(**{column: chat(("user", "Sum?"), ("assistant", [part, {"text": "4"}]))})
+    found = read_chat_row(**{column: chat(("user", "Sum?"), ("assistant", [part, {"text": "4"}]))})
     reply = found.conversation.messages[1]
     assert (reply["reasoning"], reply["content"]) == ("Add.", "4")
 
@@ -254,22 +250,24 @@ def test_marks_say_which_replies_are_learnt(mark: str, off: Any, on: Any) -> Non
     marked = [("gpt", off), ("gpt", on), ("human", off)]
     entries = [{"from": "human", "value": "x"}]
     entries += [{"from": who, "value": "y", mark: given} for who, given in marked]
-    assert read(conversations=entries).conversation.no_loss == [1]
+    assert read_chat_row(conversations=entries).conversation.no_loss == [1]
 
 
 def test_the_system_prompt_in_a_column_is_the_first_message() -> None:
     plain = turns(("human", "x"), ("gpt", "y"))
     for column in ("system", "system_prompt"):
-        assert read_messages(read(conversations=plain, **{column: "Be brief."}))[0] == (
+        assert read_messages(read_chat_row(conversations=plain, **{column: "Be brief."}))[0] == (
             "system",
             "Be brief.",
         )
         assert (
-            read_messages(read(messages=chat(("user", "x")), **{column: "Be brief."}))[0][0]
+            read_messages(read_chat_row(messages=chat(("user", "x")), **{column: "Be brief."}))[0][
+                0
+            ]
             == "system"
         )
     both = turns(("system", "Be brief."), *plain_pairs(plain))
-    assert len(read_messages(read(conversations=both, system="Be brief."))) == 3
+    assert len(read_messages(read_chat_row(conversations=both, system="Be brief."))) == 3
     assert refusal(conversations=both, system="Be long.").startswith("system: ")
     assert refusal(conversations=plain, system=7) == "system: it must be text or a list of parts"
 
@@ -336,7 +334,7 @@ AND_SECOND = "|call_1_1 look {}"
     ],
 )
 def test_calls_of_llamafactory_swift_and_adp(entries: Any, expected: list[str]) -> None:
-    found = read(conversations=turns(("human", "x"), *entries))
+    found = read_chat_row(conversations=turns(("human", "x"), *entries))
     assert [text for _, text in read_messages(found)[1:]] == expected
 
 
@@ -399,7 +397,7 @@ def test_tools_in_a_system_prompt_are_offered(tools: str, prompt: str, own: list
         {"conversations": entries[1:], "system": entries[0]["value"]},
         {"messages": chat(*plain_pairs(entries))},
     ):
-        found = read(**row)
+        found = read_chat_row(**row)
         assert (names(found) or [])[0] == "look"
         assert [text for role, text in read_messages(found) if role == "system"] == [
             *filter(None, own)
@@ -430,7 +428,7 @@ def test_results_in_tags_are_of_any_kind(body: str, text: str, who: str) -> None
     for results in ([(who, f"{block}\n{block}")], [(who, block), (who, f"{block}\n")]):
         entries = turns(("human", "x"), ("gpt", call), *results, ("gpt", "y"))
         for row in ({"conversations": entries}, {"messages": chat(*plain_pairs(entries))}):
-            assert read_messages(read(**row))[1:] == [
+            assert read_messages(read_chat_row(**row))[1:] == [
                 ("assistant", f"I look.{ASKED[1]}|call_1_1 look {ARGUMENTS}"),
                 ("tool", f"call_1_0 look: {text}"),
                 ("tool", f"call_1_1 look: {text}"),
@@ -440,10 +438,14 @@ def test_results_in_tags_are_of_any_kind(body: str, text: str, who: str) -> None
 
 def test_a_reply_that_speaks_of_tags_is_text() -> None:
     words = 'Write <tool_call>{"name": "f"}</tool_call> to call.'
-    assert read_messages(read(messages=chat(("user", "How?"), ("assistant", words))))[1][1] == words
+    assert (
+        read_messages(read_chat_row(messages=chat(("user", "How?"), ("assistant", words))))[1][1]
+        == words
+    )
     words = "Write <tool_call> first."
     assert (
-        read_messages(read(conversations=turns(("human", "How?"), ("gpt", words))))[1][1] == words
+        read_messages(read_chat_row(conversations=turns(("human", "How?"), ("gpt", words))))[1][1]
+        == words
     )
 
 
@@ -466,22 +468,22 @@ def test_a_pair_says_that_it_is_not_read(column: str) -> None:
 )
 def test_pictures_in_columns_are_noted(column: str, value: Any) -> None:
     row = {"conversations": turns(("human", "<image>x"), ("gpt", "y")), column: value}
-    (part,) = read(**row).conversation.messages[0]["provider_blocks"]["blocks"]
+    (part,) = read_chat_row(**row).conversation.messages[0]["provider_blocks"]["blocks"]
     assert part["type"] == column.removesuffix("s")
-    assert "provider_blocks" not in read(**{**row, column: None}).conversation.messages[0]
+    assert "provider_blocks" not in read_chat_row(**{**row, column: None}).conversation.messages[0]
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations"])
 def test_a_picture_that_a_model_made_is_noted(column: str) -> None:
     parts = [{"type": "text", "text": "Here."}, {"type": "image_url", "image_url": {"url": "u"}}]
-    found = read(**{column: chat(("user", "Draw."), ("assistant", parts))})
+    found = read_chat_row(**{column: chat(("user", "Draw."), ("assistant", parts))})
     assert found.conversation.messages[1]["provider_blocks"]["blocks"][-1] == parts[1]
 
 
 def test_messages_may_be_text() -> None:
     messages = chat(("user", "x"), ("assistant", "y"))
     for given in (json.dumps(messages), str(messages), [json.dumps(one) for one in messages]):
-        assert read_messages(read(messages=given)) == [("user", "x"), ("assistant", "y")]
+        assert read_messages(read_chat_row(messages=given)) == [("user", "x"), ("assistant", "y")]
     wrong: list[Any] = ["[", [7], 5, [], "x"]
     for one in wrong:
         assert refusal(messages=one).startswith("messages")
@@ -503,7 +505,7 @@ def test_what_mini_swe_agent_adds_to_messages_is_left_out() -> None:
     result = {"role": "tool", "tool_call_id": "c", "content": "r", "extra": {"returncode": 0}}
     end = {"role": "exit", "content": "diff", "extra": {"exit_status": "Submitted"}}
     messages = [*chat(("user", "x")), reply, result, end]
-    found = read(messages=messages, trajectory_format="mini-swe-agent-1.1")
+    found = read_chat_row(messages=messages, trajectory_format="mini-swe-agent-1.1")
     assert [role for role, _ in read_messages(found)] == ["user", "assistant", "tool"]
     assert refusal(messages=messages).startswith("messages[3].role: 'exit'")
     copies["citations"] = "https://h"
@@ -513,7 +515,9 @@ def test_what_mini_swe_agent_adds_to_messages_is_left_out() -> None:
 
 def test_thoughts_that_a_provider_hides_are_no_reasoning() -> None:
     part = {"type": "reasoning", "reasoning": "c2VjcmV0", "redacted": True}
-    found = read(messages=chat(("user", "x"), ("assistant", [part, {"type": "text", "text": "y"}])))
+    found = read_chat_row(
+        messages=chat(("user", "x"), ("assistant", [part, {"type": "text", "text": "y"}]))
+    )
     reply = found.conversation.messages[1]
     assert "reasoning" not in reply
     hidden = {"type": "redacted_thinking", "data": "c2VjcmV0"}
@@ -538,13 +542,13 @@ def test_tools_of_several_places_count_together() -> None:
         {"conversations": turns(*plain), "tools": [LOOK], "available_tools": [WRAPPED, OTHER]},
         {"conversations": turns(*plain), "system": offering(LOOK), "tools": [OTHER]},
     ):
-        found = read(**row)
+        found = read_chat_row(**row)
         assert sorted(names(found) or ()) == ["look", "other"]
         assert "<tools>" not in "".join(
             text for role, text in read_messages(found) if role == "system"
         )
     blocks = f"A.\n{offering(LOOK)}\nB.\n{offering(OTHER)}\nC.\n{offering(third)} D."
-    found = read(conversations=turns(("system", blocks), *plain))
+    found = read_chat_row(conversations=turns(("system", blocks), *plain))
     assert read_messages(found)[0][1] == "A.\nBe kind.\nB.\nBe kind.\nC.\nBe kind.\nD."
     assert len(found.tools or ()) == 3
 
@@ -561,13 +565,15 @@ def test_tools_of_one_name_that_differ_are_refused() -> None:
     assert said.startswith("functions: it has another tool 'look'")
     # What one of them does not say is no difference.
     bare = {"name": "look", "parameters": {"type": "object", "required": None}}
-    found = read(conversations=turns(("system", offering(bare)), *plain), tools=[LOOK])
+    found = read_chat_row(conversations=turns(("system", offering(bare)), *plain), tools=[LOOK])
     assert [tool["function"]["description"] for tool in found.tools or ()] == ["Look it up."]
 
 
 def test_tags_that_offer_no_tool_are_words() -> None:
     text = "Write <tools>[]</tools>"
-    found = read(conversations=turns(("system", text), ("human", "x"), ("gpt", "y")), tools="")
+    found = read_chat_row(
+        conversations=turns(("system", text), ("human", "x"), ("gpt", "y")), tools=""
+    )
     assert (read_messages(found)[0][1], found.tools) == (text, [])
 
 
@@ -580,13 +586,13 @@ def test_a_system_prompt_may_be_a_list_of_parts() -> None:
         {"messages": [{"role": "system", "content": parts}, *plain], "system": "Be brief."},
         {"messages": plain, "system_message": "Be brief."},
     ):
-        assert read_messages(read(**row))[0] == ("system", "Be brief.")
+        assert read_messages(read_chat_row(**row))[0] == ("system", "Be brief.")
     picture = {"type": "image_url", "image_url": {"url": "u"}}
     for row in (
         {"messages": plain, "system": [*parts, picture]},
         {"messages": [{"role": "system", "content": [*parts, picture]}, *plain]},
     ):
-        (system, *_) = read(**row).conversation.messages
+        (system, *_) = read_chat_row(**row).conversation.messages
         assert system["provider_blocks"]["blocks"] == [picture]
 
 
@@ -605,7 +611,7 @@ def test_a_system_prompt_may_be_a_list_of_parts() -> None:
 )
 def test_marks_of_a_row_are_those_of_its_replies(columns: dict[str, Any], quiet: bool) -> None:
     messages = chat(("user", "x"), ("assistant", "y"), ("user", "x"), ("assistant", "z"))
-    found = read(messages=messages, **columns)
+    found = read_chat_row(messages=messages, **columns)
     assert found.conversation.no_loss == ([1, 2] if quiet else [])
     value = columns.get("label", columns.get("kto_tag"))
     passed = {True: True, False: False, "false": False}.get(value)
@@ -657,7 +663,7 @@ def test_columns_of_public_sets_are_read(columns: dict[str, Any]) -> None:
         {"messages": chat(("user", ASK), ("assistant", TOLD))},
         {"conversations": turns(("human", ASK), ("gpt", TOLD))},
     ):
-        found = read(**row, **columns)
+        found = read_chat_row(**row, **columns)
         assert len(read_messages(found)) == 2
         assert "provider_blocks" not in found.conversation.messages[0]
         short = {name for name, value in columns.items() if isinstance(value, bool | int | float)}

@@ -44,7 +44,9 @@ from tests.helpers.running import (
     command,
     kill_session,
     lines,
+    records,
     run,
+    summary,
     wait_until,
     write_rows,
 )
@@ -115,15 +117,6 @@ def finished_parent(cwd: Path) -> Iterator[tuple[Endpoint, list[JSON]]]:
 
 
 FORK = ("fork", "r", "--at_turn=2", f"--n={BRANCHES}", "--run_name=b")
-
-
-def records(cwd: Path, run_name: str) -> list[dict[str, Any]]:
-    return lines(cwd / "trajectories" / run_name / "records.jsonl")
-
-
-def summary(cwd: Path, run_name: str) -> dict[str, Any]:
-    path = cwd / "trajectories" / run_name / "summary.json"
-    return dict(json.loads(path.read_text()))
 
 
 @pytest.mark.slow

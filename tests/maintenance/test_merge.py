@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from batch_trajectories.engine.run_dir import runs_in
+from batch_trajectories.engine.run_dir import list_run_names
 from batch_trajectories.maintenance.merge import common_config
 from batch_trajectories.records.files import add_checksum, read_object
 from tests.faults.oracle import check_run, finished_lines, resume_and_judge
@@ -211,7 +211,7 @@ def test_the_same_command_finishes_a_killed_merge(cwd: Path, at: str) -> None:
     place = cwd / "trajectories"
     assert (place / ".m.merging").exists()
     is_there = at in ("sync-1", "remove-1")
-    assert runs_in(place) == ["a", "b", *(["m"] if is_there else []), "other"]
+    assert list_run_names(place) == ["a", "b", *(["m"] if is_there else []), "other"]
     assert (place / "m").exists() == is_there
     done = run(cwd, *command)
     assert done.returncode == 0, done.stderr

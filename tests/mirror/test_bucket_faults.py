@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests.faults.oracle import finished_lines, judge_run_dir
 from tests.faults.test_concurrency import fake_clock
 from tests.faults.test_process import asking
 from tests.helpers.running import WRITE_A_NOTE, run, started, wait_until, write_prompts
-from tests.mirror.emulators import Emulated, needs_emulators, run_emulator
+from tests.mirror.emulators import Emulated, needs_emulators
 from tests.mirror.proxy import Fault
 
 pytestmark = [pytest.mark.slow, needs_emulators]
@@ -43,15 +42,6 @@ LASTING = {
     "cut": Fault("cut after"),
     "stalls": Fault("stalls"),
 }
-
-
-@pytest.fixture
-def bucket(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Emulated]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with run_emulator(request.param, tmp_path, monkeypatch) as bucket:
-        yield bucket
 
 
 def records_of(bucket: Emulated) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,21 +11,11 @@ pytest.importorskip("obstore", reason="needs the extra `mirror`")
 from batch_trajectories.basics.bucket import Bucket, BucketFailed
 from batch_trajectories.basics.errors import RunLocked
 from batch_trajectories.mirror.copies import update_copy
-from tests.mirror.emulators import Emulated, needs_emulators, run_emulator
+from tests.mirror.emulators import Emulated, needs_emulators
 from tests.mirror.proxy import Fault
 from tests.mirror.test_lease import LINE, a_run, an_empty_run, content_of, open_mirror
 
 pytestmark = [pytest.mark.slow, needs_emulators]
-
-
-@pytest.fixture(params=["s3", "az", "gs"])
-def bucket(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Emulated]:
-    """An empty bucket of a running emulator."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with run_emulator(request.param, tmp_path, monkeypatch) as bucket:
-        yield bucket
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,16 @@ from batch_trajectories.basics.bucket import Bucket
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.dataset.source import parse_source
 from tests.helpers.running import SCRIPTED, ids, run
-from tests.mirror.emulators import Emulated, needs_emulators, run_emulator
+from tests.mirror.emulators import Emulated, needs_emulators
 from tests.mirror.proxy import Fault
 
 SECRET = "a-secret-of-the-bucket"
+
+
+@pytest.fixture(autouse=True)
+def session_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A credential that no message may show."""
+    monkeypatch.setenv("AWS_SESSION_TOKEN", SECRET)
 
 
 def test_without_the_extra_a_dataset_at_a_url_says_what_to_install(
@@ -38,16 +43,6 @@ def test_a_key_in_a_url_is_refused_and_not_shown(tmp_path: Path) -> None:
         assert done.returncode == 2
         assert f"--{option}: must be s3://BUCKET/PATH" in done.stderr
         assert "pass-word" not in done.stderr
-
-
-@pytest.fixture(params=["s3", "az", "gs"])
-def bucket(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Emulated]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("AWS_SESSION_TOKEN", SECRET)
-    with run_emulator(request.param, tmp_path, monkeypatch) as bucket:
-        yield bucket
 
 
 def rows_of(*names: str) -> bytes:

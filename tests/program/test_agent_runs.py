@@ -21,6 +21,7 @@ from tests.helpers.running import (
     kill_session,
     lines,
     run,
+    sorted_records,
     started,
     wait_until,
     workers_of,
@@ -94,12 +95,6 @@ def prompt(name: str, steps: int, run: str = "") -> str:
     return f"Please work. [{name} steps={steps}{run and f' run={run}'}]"
 
 
-def records(tmp_path: Path) -> list[dict[str, Any]]:
-    return sorted(
-        lines(tmp_path / "trajectories" / "r" / "records.jsonl"), key=lambda record: record["id"]
-    )
-
-
 def read_exchanges(endpoint: AgentEndpoint, task: str) -> list[Exchange]:
     return endpoint.of_task(task)
 
@@ -129,7 +124,7 @@ def test_an_agent_of_the_client_protocol_gets_its_prompt_and_permissions(
     write_rows(tmp_path / "p.jsonl", {"id": "p0", "prompt": prompt("t0", 2)})
     done = run(tmp_path, **options(endpoint, by_acp()))
     assert done.returncode == 0, done.stderr
-    (record,) = records(tmp_path)
+    (record,) = sorted_records(tmp_path)
     assert (record["status"], record["agent"]["exit_code"]) == ("completed", 0)
     results = [m["content"] for m in record["messages"] if m["role"] == "tool"]
     assert results == ["t0-1\n", "t0-1\nt0-2\n"]
@@ -151,7 +146,7 @@ def test_what_the_agents_file_rejects_it_may_not_do(
     write_rows(tmp_path / "p.jsonl", *rows)
     done = run(tmp_path, **options(endpoint, by_acp(rejects=["execute", "fetch"])))
     assert done.returncode == 0, done.stderr
-    for record in records(tmp_path):
+    for record in sorted_records(tmp_path):
         results = [m["content"] for m in record["messages"] if m["role"] == "tool"]
         assert results == ["the user does not permit it"]
         assert "[rejected] echo" in record["agent"]["stdout"]
@@ -170,7 +165,7 @@ def test_an_agent_of_the_client_protocol_is_killed_and_pays_once(
     endpoint.answer_all()
     done = run(tmp_path, **given)
     assert done.returncode == 0, done.stderr
-    (record,) = records(tmp_path)
+    (record,) = sorted_records(tmp_path)
     # The one that was in flight is paid twice.
     assert len(record["turns"]) == 5
     assert len(endpoint.exchanges) <= 6
@@ -223,7 +218,7 @@ def test_a_record_is_what_the_wire_had(
     )
     done = run(tmp_path, **options(endpoint, scripted_agent(dialect, *flags)))
     assert done.returncode == 0, done.stderr
-    for record, steps in zip(records(tmp_path), (1, 3), strict=True):
+    for record, steps in zip(sorted_records(tmp_path), (1, 3), strict=True):
         exchanges = read_exchanges(endpoint, f"t{steps}")
         assert record["status"] == "completed"
         assert len(exchanges) == len(record["turns"]) == steps + 1
@@ -293,7 +288,7 @@ def test_an_agent_runs_in_each_sandbox(name: str, tmp_path: Path, endpoint: Agen
     agent = shell(f'ls -A . "$HOME" | grep -v : ; {PYTHON} {SCRIPT} chat "$1" && touch "$HOME/x"')
     done = run(tmp_path, **options(endpoint, agent, sandbox=name))
     assert done.returncode == 0, done.stderr
-    (record,) = records(tmp_path)
+    (record,) = sorted_records(tmp_path)
     assert record["status"] == "completed"
     assert record["agent"]["stdout"].split("\n") == ["", "Finished t in 1 steps.", ""]
     nothing_is_left(tmp_path)
@@ -321,7 +316,7 @@ def test_calls_before_a_kill_are_not_paid_again(
             assert process.wait(timeout=PATIENCE_S) == 0
     endpoint.answer_all()
     assert run(tmp_path, **given).returncode == 0
-    (record,) = records(tmp_path)
+    (record,) = sorted_records(tmp_path)
     assert record["status"] == "completed"
     assert [turn["response_id"] for turn in record["turns"]][:3] == paid
     assert record["api_calls"] == len(record["turns"]) == 6
@@ -345,7 +340,7 @@ def test_an_agent_that_diverges_says_where(tmp_path: Path, endpoint: AgentEndpoi
         process.wait()
     endpoint.answer_all()
     assert run(tmp_path, **given).returncode == 0
-    (record,) = records(tmp_path)
+    (record,) = sorted_records(tmp_path)
     assert record["status"] == "completed"
     assert record["diverged_at"] == 1
     assert [one["number"] for one in record["set_aside"]] == [1, 2]
@@ -431,7 +426,7 @@ def test_a_killed_agent_is_a_failed_attempt_and_the_next_continues(
         "Task p ended as failed after 3 turns" in (tmp_path / "trajectories/r/run.log").read_text()
     )
     assert run(tmp_path, **given).returncode == 0
-    (record,) = records(tmp_path)
+    (record,) = sorted_records(tmp_path)
     assert record["status"] == "completed"
     # The call in flight was paid for, so it was recorded after the agent's end.
     assert (len(endpoint.exchanges), record["api_calls"]) == (4, 4)
@@ -473,7 +468,7 @@ def records_or_none(tmp_path: Path) -> list[dict[str, Any]]:
 def one_record(tmp_path: Path, endpoint: AgentEndpoint, agent: dict[str, Any], **more: Any) -> Any:
     write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 3)})
     run(tmp_path, **options(endpoint, agent, max_attempts=1, **more))
-    (record,) = records(tmp_path)
+    (record,) = sorted_records(tmp_path)
     return record
 
 
@@ -583,7 +578,7 @@ def test_a_check_judges_what_the_agent_left(tmp_path: Path, endpoint: AgentEndpo
     }
     write_rows(tmp_path / "p.jsonl", row)
     assert run(tmp_path, "--row_setup", **options(endpoint, scripted_agent())).returncode == 0
-    (record,) = records(tmp_path)
+    (record,) = sorted_records(tmp_path)
     assert record["check"]["passed"]
 
 
@@ -620,7 +615,7 @@ def test_a_row_brings_its_own_agent(tmp_path: Path, endpoint: AgentEndpoint) -> 
         {"id": "b", "prompt": prompt("t2", 1), "agent": own},
     )
     assert run(tmp_path, **options(endpoint, scripted_agent())).returncode == 0
-    first, second = records(tmp_path)
+    first, second = sorted_records(tmp_path)
     assert second["agent"]["stdout"] == "own\nFinished t2 in 1 steps.\n"
     assert first["agent"]["command"] != second["agent"]["command"]
 
@@ -668,7 +663,7 @@ def test_calls_that_continue_a_response_by_its_id_are_one_conversation(
         kill_session(process.pid)
     endpoint.answer_all()
     assert run(tmp_path, **given).returncode == 0
-    (record,) = records(tmp_path)
+    (record,) = sorted_records(tmp_path)
     assert (record["status"], record["api_calls"], record["diverged_at"]) == ("completed", 4, None)
     assert [(one["name"], one["calls"]) for one in record["threads"]] == [("main", 4)]
     last = max(read_exchanges(endpoint, "t"), key=lambda one: len(one.request["input"]))
@@ -694,7 +689,7 @@ def test_an_endpoint_that_ignores_ids_gives_no_training_data(
     endpoint.keeps = False
     write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 1)})
     run(tmp_path, **options(endpoint, scripted_agent("responses", "--by_id")))
-    (record,) = records(tmp_path)
+    (record,) = sorted_records(tmp_path)
     assert [(one["name"], one["calls"]) for one in record["threads"]] == [("main", 2)]
     assert "has not read the earlier response" in (tmp_path / "trajectories/r/run.log").read_text()
     assert not lines(tmp_path / "trajectories/r.jsonl")

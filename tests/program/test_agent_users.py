@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.fakes.agent_endpoint import AgentEndpoint
-from tests.helpers.running import kill_session, run, started, wait_until, write_rows
-from tests.program.test_agent_runs import options, prompt, records, scripted_agent
+from tests.helpers.running import kill_session, run, sorted_records, started, wait_until, write_rows
+from tests.program.test_agent_runs import options, prompt, scripted_agent
 from tests.toolsets.test_sandbox import needs_bwrap
 
 pytestmark = needs_bwrap
@@ -52,7 +52,7 @@ def test_the_users_messages_follow_the_answers(
     endpoint.answer_all()
     done = run(tmp_path, **given)
     assert done.returncode == 0, done.stderr
-    [record] = records(tmp_path)
+    [record] = sorted_records(tmp_path)
     assert record["status"] == "completed"
     assert user_messages(record) == [prompt("t", 1), *turns]
     answers = [m["content"] for m in record["messages"] if m["role"] == "assistant"]
@@ -78,7 +78,7 @@ def test_a_simulated_user_writes_to_an_agent(tmp_path: Path, endpoint: AgentEndp
     endpoint.answer_all()
     done = run(tmp_path, **given)
     assert done.returncode == 0, done.stderr
-    [record] = records(tmp_path)
+    [record] = sorted_records(tmp_path)
     assert record["status"] == "completed"
     assert user_messages(record) == [prompt("t", 1), GO_ON % 4, GO_ON % 6]
     users = [inner for inner in record["inner"] if inner["name"] == "simulated_user"]
@@ -102,7 +102,7 @@ def test_an_agent_that_loses_its_session_has_failed(
     row = {"id": "p", "prompt": prompt("t", 1), "user_turns": ["And now?"]}
     write_rows(tmp_path / "p.jsonl", row)
     run(tmp_path, **options(endpoint, agent, max_attempts=1))
-    [record] = records(tmp_path)
+    [record] = sorted_records(tmp_path)
     assert record["status"] == "failed"
     assert "without going on with its conversation (`continues`)" in record["error"]["message"]
 
@@ -131,7 +131,7 @@ def test_a_call_that_is_repeated_ends_the_agent(
     write_rows(tmp_path / "p.jsonl", {"id": "p", "prompt": prompt("t", 5, "same")})
     agent = scripted_agent(volatile={"texts": ["took \\d+ ns"]})
     run(tmp_path, **options(endpoint, agent, max_attempts=1, repeat_limit=limit))
-    [record] = records(tmp_path)
+    [record] = sorted_records(tmp_path)
     assert len(endpoint.exchanges) == record["api_calls"] == calls
     if limit:
         assert record["status"] == "repeat"

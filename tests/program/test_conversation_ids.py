@@ -18,13 +18,14 @@ from tests.helpers.answering import JSON, Handler, listening
 from tests.helpers.running import (
     PATIENCE_S,
     lines,
+    records_by_id,
     run,
     session_of,
     started,
     wait_until,
     write_rows,
 )
-from tests.program.test_record import recording, records, stop
+from tests.program.test_record import recording, stop
 
 HEADERS = ("x-session-affinity", "x-session-id", "x-smg-routing-key", "x-dynamo-session-id")
 TURNS = 4
@@ -233,7 +234,7 @@ def test_each_session_of_a_recording_has_an_id(tmp_path: Path) -> None:
             recorder.talk("First.", at="/sessions/two")
             assert stop(recorder.process) == 0
     assert len(set(world.ids["First."])) == 2
-    assert len(records(tmp_path)) == 2
+    assert len(records_by_id(tmp_path)) == 2
 
 
 def test_a_recording_has_replicas_too(tmp_path: Path) -> None:

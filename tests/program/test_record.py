@@ -18,7 +18,15 @@ import pytest
 
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.helpers.answering import answering
-from tests.helpers.running import PATIENCE_S, Process, lines, run, started, wait_until
+from tests.helpers.running import (
+    PATIENCE_S,
+    Process,
+    lines,
+    records_by_id,
+    run,
+    started,
+    wait_until,
+)
 
 KEY = "sk-the-real-key-0123456789"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -105,12 +113,6 @@ def stop(process: Process, number: int = signal.SIGINT) -> int:
     return process.wait(timeout=PATIENCE_S)
 
 
-def records(tmp_path: Path) -> dict[str, dict[str, Any]]:
-    entries = lines(tmp_path / "trajectories/r/records.jsonl")
-    assert len({record["id"] for record in entries}) == len(entries)
-    return {record["id"]: record for record in entries}
-
-
 def test_sessions_become_records(tmp_path: Path, endpoint: FakeEndpoint) -> None:
     """One per path or key; ended by a call or with the recording; rows for training."""
     with recording(tmp_path, endpoint) as world:
@@ -122,7 +124,7 @@ def test_sessions_become_records(tmp_path: Path, endpoint: FakeEndpoint) -> None
         status, _ = world.ask("DELETE", "/sessions/none")
         assert status == 404
         assert stop(world.process) == 0
-    done_records = records(tmp_path)
+    done_records = records_by_id(tmp_path)
     by_key = next(name for name in done_records if name.startswith("key-"))
     assert set(done_records) == {"one", "one#2", "cut", by_key}
     assert done_records["one"]["messages"][-1]["content"] == said[-1]["content"]
@@ -161,7 +163,7 @@ def test_a_program_says_how_its_session_ended(tmp_path: Path, endpoint: FakeEndp
         assert world.ask("DELETE", "/sessions/a", given)[0] == 200
         assert world.ask("POST", "/sessions/a%20b/v1/chat/completions", {})[0] == 400
         assert stop(world.process, signal.SIGTERM) == 1
-    (record,) = records(tmp_path).values()
+    (record,) = records_by_id(tmp_path).values()
     assert (record["status"], record["status_reason"]) == ("failed", "the tests fail")
 
 
@@ -184,7 +186,7 @@ def test_a_session_whose_last_reply_was_cut_is_completed_only_if_its_program_say
         assert world.ask("DELETE", "/sessions/refused")[1]["status"] == "cancelled"
         assert stop(world.process) == 0
     ends["refused"] = "cancelled"
-    assert {name: record["status"] for name, record in records(tmp_path).items()} == ends
+    assert {name: record["status"] for name, record in records_by_id(tmp_path).items()} == ends
     assert [row["id"] for row in lines(tmp_path / "trajectories/r.jsonl")] == ["none", "said"]
 
 
@@ -196,7 +198,7 @@ def test_the_list_of_models_is_the_endpoints_own(tmp_path: Path, endpoint: FakeE
             assert (status, said["data"]) == (200, [{"id": "fake-model", "query": "limit=5"}])
             world.talk("First.", at="/sessions/one")
         assert stop(world.process) == 0
-    assert set(records(tmp_path)) == {"one"}
+    assert set(records_by_id(tmp_path)) == {"one"}
 
 
 def test_a_list_of_models_is_asked_for_once(tmp_path: Path, endpoint: FakeEndpoint) -> None:
@@ -231,7 +233,7 @@ def test_silence_ends_a_session(tmp_path: Path, endpoint: FakeEndpoint) -> None:
         wait_until(lambda: len(lines(tmp_path / "trajectories/r/records.jsonl")) == 1)
         world.talk("Go.", at="/sessions/a")
         assert stop(world.process) == 0
-    assert set(records(tmp_path)) == {"a", "a#2"}
+    assert set(records_by_id(tmp_path)) == {"a", "a#2"}
 
 
 def test_after_a_kill_a_session_continues_where_it_was(
@@ -250,7 +252,7 @@ def test_after_a_kill_a_session_continues_where_it_was(
         assert endpoint.journal()["replies"] == 2
         world.call(messages, at="/sessions/a")
         assert stop(world.process) == 0
-    done_records = records(tmp_path)
+    done_records = records_by_id(tmp_path)
     assert done_records["a"]["status"] == "completed"
     assert (done_records["a"]["api_calls"], done_records["b"]["api_calls"]) == (2, 1)
     assert done_records["a"]["set_aside"] == []
@@ -270,7 +272,7 @@ def test_after_a_kill_a_program_that_starts_again_is_answered_from_the_journal(
         assert world.talk("Go.", at="/sessions/a") == said
         assert stop(world.process) == 0
     assert endpoint.journal()["replies"] == 2
-    (record,) = records(tmp_path).values()
+    (record,) = records_by_id(tmp_path).values()
     assert (record["api_calls"], record["set_aside"]) == (2, [])
 
 
@@ -295,7 +297,7 @@ def test_a_kill_in_the_middle_of_a_call_costs_at_most_that_call(
             world.call(messages, at="/sessions/a")
             assert stop(world.process) == 0
         assert endpoint.journal()["replies"] <= 3
-    (record,) = records(tmp_path).values()
+    (record,) = records_by_id(tmp_path).values()
     assert (record["status"], record["api_calls"]) == ("completed", 2)
 
 
@@ -315,11 +317,11 @@ def test_the_budget_stops_a_recording_which_then_continues(
         status, said = world.ask("POST", "/sessions/a/v1/chat/completions", body)
         assert status == 400, said
         assert world.process.wait(timeout=PATIENCE_S) == 3
-    assert not records(tmp_path)
+    assert not records_by_id(tmp_path)
     with recording(tmp_path, endpoint, max_run_tokens=100_000) as world:
         world.call(messages, at="/sessions/a", max_tokens=2000)
         assert stop(world.process) == 0
-    (record,) = records(tmp_path).values()
+    (record,) = records_by_id(tmp_path).values()
     assert (record["status"], record["api_calls"]) == ("completed", 2)
 
 
@@ -417,7 +419,7 @@ def test_rejected_credentials_stop_the_recording(
     with recording(tmp_path, endpoint) as world:
         world.talk("Go.", at="/sessions/a")
         assert stop(world.process) == 0
-    (record,) = records(tmp_path).values()
+    (record,) = records_by_id(tmp_path).values()
     assert record["status"] == "completed"
 
 
@@ -435,7 +437,7 @@ def test_a_session_continues_after_a_call_without_a_usable_reply(
         assert "malformed" in json.dumps(reply["error"])
         world.talk("Go.", at="/sessions/a")
         assert stop(world.process) == 0
-    done_records = records(tmp_path)
+    done_records = records_by_id(tmp_path)
     assert {name: record["status"] for name, record in done_records.items()} == {
         "a": "completed",
         "other": "completed",
@@ -458,7 +460,7 @@ def test_an_api_that_the_endpoint_lacks_fails_only_sessions_that_speak_it(
         assert world.ask("DELETE", "/sessions/b")[1]["status"] == "failed"
         world.talk("Go on.", at="/sessions/c")
         assert stop(world.process) == 1
-    assert {name: one["status"] for name, one in records(tmp_path).items()} == {
+    assert {name: one["status"] for name, one in records_by_id(tmp_path).items()} == {
         "a": "completed",
         "b": "failed",
         "c": "completed",
@@ -475,7 +477,7 @@ def test_a_session_whose_only_call_was_refused_has_failed(
         assert world.ask("POST", "/sessions/a/v1/chat/completions", body)[0] == 400
         assert world.ask("DELETE", "/sessions/a")[1]["status"] == "failed"
         assert stop(world.process) == 1
-    error = records(tmp_path)["a"]["error"]
+    error = records_by_id(tmp_path)["a"]["error"]
     assert error["class"] == "model"
     assert error["message"].startswith("the price of model 'unpriced' is unknown")
     output = (tmp_path / "output.txt").read_text()
@@ -534,6 +536,6 @@ def test_calls_that_the_server_left_in_texts_are_reported_once(
     server.server_close()
     output = (tmp_path / "output.txt").read_text()
     assert output.count("--tool-call-parser hermes") == 1
-    assert {one["status"] for one in records(tmp_path).values()} == {"completed"}
+    assert {one["status"] for one in records_by_id(tmp_path).values()} == {"completed"}
     rejected = lines(tmp_path / "trajectories/r/exports/rejects.jsonl")
     assert [one["reason"] for one in rejected] == ["leaked_call"] * 2

@@ -33,6 +33,7 @@ from tests.helpers.running import (
     run,
     session_of,
     started,
+    summary,
     wait_until,
     workers_of,
     write_prompts,
@@ -56,13 +57,8 @@ def options(endpoint: FakeEndpoint, **more: object) -> dict[str, Any]:
     return {**RUN, **OPENAI, "base_url": endpoint.openai_url, **more}
 
 
-def records(cwd: Path) -> Path:
+def records_file(cwd: Path) -> Path:
     return cwd / "trajectories" / "r" / "records.jsonl"
-
-
-def summary(cwd: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((records(cwd).parent / "summary.json").read_text())
-    return loaded
 
 
 def assert_sums_agree(cwd: Path) -> None:
@@ -70,7 +66,7 @@ def assert_sums_agree(cwd: Path) -> None:
     sums = summary(cwd)
     parts = sums["done"] + sums["failed"] + sums["discarded"] + sums["pending"]
     assert parts == sums["tasks"] == sums["prompts"] * sums["samples"]
-    manifest = json.loads((records(cwd).parent / "exports" / "manifest.json").read_text())
+    manifest = json.loads((records_file(cwd).parent / "exports" / "manifest.json").read_text())
     kinds = ("exported", "partial", "rejected", "discarded", "failed", "pending")
     assert sum(manifest[kind] for kind in kinds) == manifest["tasks"] == sums["tasks"]
 
@@ -91,12 +87,12 @@ def test_a_run_makes_one_record_and_one_training_row_per_prompt(
     said = [line for line in done.stderr.splitlines() if "/30 tasks: " not in line]
     assert (done.returncode, said) == (0, [])
     assert journal["requests"] == 120
-    assert sorted(ids(records(tmp_path))) == [f"p{n:04}" for n in range(30)]
+    assert sorted(ids(records_file(tmp_path))) == [f"p{n:04}" for n in range(30)]
     rows = lines(tmp_path / "trajectories" / "r.jsonl")
     assert [row["id"] for row in rows] == [f"p{n:04}" for n in range(30)], "dataset order"
     assert all(row["has_reasoning"] and row["num_tool_calls"] == 6 for row in rows)
     assert_sums_agree(tmp_path)
-    left = {path.name for path in records(tmp_path).parent.iterdir() if any_file(path)}
+    left = {path.name for path in records_file(tmp_path).parent.iterdir() if any_file(path)}
     assert left == {
         "run.json",
         "records.jsonl",
@@ -119,10 +115,10 @@ def test_running_again_asks_for_nothing(tmp_path: Path) -> None:
     write_prompts(tmp_path / "p.jsonl", 5)
     with FakeEndpoint(turns=2, latency_s=0.0, **WRITE_A_NOTE) as endpoint:
         run(tmp_path, **options(endpoint))
-        before = (records(tmp_path).read_bytes(), endpoint.journal()["requests"])
+        before = (records_file(tmp_path).read_bytes(), endpoint.journal()["requests"])
         again = run(tmp_path, **options(endpoint))
         assert again.returncode == 0
-        assert (records(tmp_path).read_bytes(), endpoint.journal()["requests"]) == before
+        assert (records_file(tmp_path).read_bytes(), endpoint.journal()["requests"]) == before
 
 
 def test_more_rows_and_more_samples_run_only_what_is_new(tmp_path: Path) -> None:
@@ -132,7 +128,7 @@ def test_more_rows_and_more_samples_run_only_what_is_new(tmp_path: Path) -> None
         write_prompts(tmp_path / "p.jsonl", 5)
         run(tmp_path, **options(endpoint, num_samples=2))
         assert endpoint.journal()["requests"] == 10
-    assert len(set(ids(records(tmp_path)))) == 10
+    assert len(set(ids(records_file(tmp_path)))) == 10
     assert_sums_agree(tmp_path)
 
 
@@ -177,7 +173,7 @@ def crash_loop(cwd: Path, *, prompts: int, kills: int, seed: int) -> dict[str, i
         in_flight = kills * 2 * 8
         resume_and_judge(cwd, given, tasks=prompts, endpoint=endpoint, wasted=in_flight)
         repeated = endpoint.journal()["repeated"]
-    done = ids(records(cwd))
+    done = ids(records_file(cwd))
     assert len(lines(cwd / "trajectories" / "r.jsonl")) == prompts
     assert_sums_agree(cwd)
     return {"records": len(done), "repeated": repeated, "in_flight_at_kills": in_flight}
@@ -210,7 +206,7 @@ def test_after_a_crash_a_conversation_resumes_at_its_turn(tmp_path: Path) -> Non
         endpoint.answer(None)
         run(tmp_path, **options(endpoint, num_workers=1))
         assert endpoint.journal()["requests"] <= 4 * 5 + 4
-    resumed = [record for record in lines(records(tmp_path)) if record["resumes"]]
+    resumed = [record for record in lines(records_file(tmp_path)) if record["resumes"]]
     assert resumed
     for record in resumed:
         assert [turn["turn"] for turn in record["turns"]] == [1, 2, 3, 4, 5]
@@ -232,9 +228,9 @@ def test_a_worker_that_dies_or_hangs_is_replaced(tmp_path: Path, how: signal.Sig
             os.kill(workers_of(process.pid)[0], how)
             endpoint.answer(None)
             assert process.wait(timeout=PATIENCE_S) == 0, (tmp_path / "output.txt").read_text()
-        judge_run_dir(records(tmp_path).parent, tasks=20)
+        judge_run_dir(records_file(tmp_path).parent, tasks=20)
         resume_and_judge(tmp_path, given, tasks=20, endpoint=endpoint, wasted=5)
-    deaths = lines(records(tmp_path).parent / "failures.jsonl")
+    deaths = lines(records_file(tmp_path).parent / "failures.jsonl")
     assert {line["class"] for line in deaths} == {"worker_died"}
     assert_sums_agree(tmp_path)
 
@@ -258,7 +254,7 @@ def test_a_task_that_kills_its_workers_fails_alone(tmp_path: Path) -> None:
     given["enabled_toolsets"] = "own,terminal"
     done = run(tmp_path, **given, batch_size=4)
     assert done.returncode == 1, done.stderr
-    by_id = {record["id"]: record for record in lines(records(tmp_path))}
+    by_id = {record["id"]: record for record in lines(records_file(tmp_path))}
     assert len(by_id) == 13
     assert {id for id, record in by_id.items() if record["status"] == "failed"} == {"culprit"}
     assert by_id["culprit"]["error"]["class"] == "worker_died"
@@ -277,7 +273,7 @@ def test_commands_obey_signals(tmp_path: Path, sandbox: str) -> None:
     )
     given = {**RUN, "model": "scripted", "sandbox": sandbox, "enabled_toolsets": "terminal"}
     assert run(tmp_path, **given).returncode == 0
-    (record,) = lines(records(tmp_path))
+    (record,) = lines(records_file(tmp_path))
     ignored = json.loads(record["messages"][2]["content"])["stdout"].split()[1]
     # Above the signals of the system lie those that the C library keeps for itself.
     assert int(ignored, 16) & 0x7FFFFFFF == 0
@@ -506,7 +502,7 @@ def test_deaths_over_several_starts_fail_no_task_that_was_not_alone(tmp_path: Pa
                 else:
                     wait_for_calls(endpoint, 1)
                     os.killpg(process.pid, signal.SIGKILL)
-    statuses = [record["status"] for record in lines(records(tmp_path))]
+    statuses = [record["status"] for record in lines(records_file(tmp_path))]
     assert len(statuses) == 4
     assert statuses.count("completed") >= 3
 
@@ -552,7 +548,7 @@ def test_tasks_of_a_dead_worker_survive_the_next_crash_too(tmp_path: Path) -> No
         endpoint.answer(None)
         assert run(tmp_path, **given).returncode == 0
         assert endpoint.journal()["repeated"] == 0, "no journaled reply was asked for again"
-    for record in lines(records(tmp_path)):
+    for record in lines(records_file(tmp_path)):
         assert [turn["turn"] for turn in record["turns"]] == list(range(1, 13))
 
 
@@ -578,8 +574,8 @@ def test_damage_that_the_index_does_not_see_is_repaired_by_the_next_start(tmp_pa
     write_prompts(tmp_path / "p.jsonl", 3)
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
         run(tmp_path, **options(endpoint))
-        first, second, third = records(tmp_path).read_bytes().splitlines(keepends=True)
-        records(tmp_path).write_bytes(first + b"\0" * (len(second) - 1) + b"\n" + third)
+        first, second, third = records_file(tmp_path).read_bytes().splitlines(keepends=True)
+        records_file(tmp_path).write_bytes(first + b"\0" * (len(second) - 1) + b"\n" + third)
         damaged = run(tmp_path, **options(endpoint))
         assert damaged.returncode == 4
         assert "is unreadable: " in damaged.stderr
@@ -587,7 +583,7 @@ def test_damage_that_the_index_does_not_see_is_repaired_by_the_next_start(tmp_pa
         assert "Traceback" not in damaged.stderr
         assert run(tmp_path, **options(endpoint)).returncode == 0
         assert endpoint.journal()["requests"] == 4
-    assert len(set(ids(records(tmp_path)))) == 3
+    assert len(set(ids(records_file(tmp_path)))) == 3
     assert_sums_agree(tmp_path)
 
 
@@ -595,7 +591,7 @@ def test_records_without_a_run_json_are_refused(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
     given = {**RUN, "model": "scripted"}
     run(tmp_path, **given)
-    (records(tmp_path).parent / "run.json").unlink()
+    (records_file(tmp_path).parent / "run.json").unlink()
     refused = run(tmp_path, **given)
     assert refused.returncode == 2
     assert "no run.json" in refused.stderr
@@ -606,11 +602,11 @@ def test_strange_files_in_the_run_directory_stop_nothing(tmp_path: Path) -> None
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
     given = {**RUN, "model": "scripted"}
     run(tmp_path, **given)
-    (records(tmp_path).parent / "workspaces" / ".DS_Store").touch()
-    (records(tmp_path).parent / ".run.json.1.tmp").touch()
-    (records(tmp_path).parent / ".directory.tmp").mkdir()
+    (records_file(tmp_path).parent / "workspaces" / ".DS_Store").touch()
+    (records_file(tmp_path).parent / ".run.json.1.tmp").touch()
+    (records_file(tmp_path).parent / ".directory.tmp").mkdir()
     assert run(tmp_path, **given).returncode == 0
-    assert not (records(tmp_path).parent / ".run.json.1.tmp").exists()
+    assert not (records_file(tmp_path).parent / ".run.json.1.tmp").exists()
 
 
 @pytest.mark.slow
@@ -623,17 +619,17 @@ def test_a_conversation_that_starts_over_has_an_empty_workspace(tmp_path: Path) 
     )
     given = {**RUN, "model": "scripted"}
     run(tmp_path, **given)
-    (record,) = lines(records(tmp_path))
+    (record,) = lines(records_file(tmp_path))
     from batch_trajectories.records.tasks import task_key
 
     key = task_key(record["id"], record["input_digest"]).hex()
-    left = records(tmp_path).parent / "workspaces" / key
+    left = records_file(tmp_path).parent / "workspaces" / key
     for name in ("records.jsonl", "records.idx"):
-        (records(tmp_path).parent / name).unlink()
+        (records_file(tmp_path).parent / name).unlink()
     left.mkdir()
     (left / "stale").touch()
     run(tmp_path, **given)
-    (record,) = lines(records(tmp_path))
+    (record,) = lines(records_file(tmp_path))
     assert record["messages"][2]["content"] == "[no files]"
     assert not left.exists()
 
@@ -686,7 +682,7 @@ def test_endings_are_sorted_into_their_files(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "p.jsonl:5: discarded: no `prompt` field" in done.stderr
     assert ids(tmp_path / "trajectories" / "r.jsonl") == ["good"]
-    exports = records(tmp_path).parent / "exports"
+    exports = records_file(tmp_path).parent / "exports"
     assert ids(exports / "partial.jsonl") == ["endless", "cut"]
     (reject,) = lines(exports / "rejects.jsonl")
     assert (reject["id"], reject["reason"]) == ("invented", "unknown_tool")

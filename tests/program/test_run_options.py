@@ -16,6 +16,7 @@ from tests.helpers.playing import call, calls, say
 from tests.helpers.running import (
     SCRIPTED,
     lines,
+    records_by_id,
     run,
     started,
     wait_until,
@@ -25,10 +26,6 @@ from tests.helpers.running import (
 
 LOOK = calls(call("list_files"))
 HELPER = {"name": "helper", "description": "Helps.", "enabled_toolsets": ["none"]}
-
-
-def records(cwd: Path) -> dict[str, dict[str, Any]]:
-    return {record["id"]: record for record in lines(cwd / "trajectories" / "r" / "records.jsonl")}
 
 
 def read_rows(cwd: Path) -> list[dict[str, Any]]:
@@ -50,7 +47,7 @@ def test_options_come_from_flags_config_and_rows(tmp_path: Path) -> None:
     )
     done = run(tmp_path, **write_config(tmp_path, max_turns=2), repeat_limit=0)
     assert done.returncode == 0, done.stderr
-    done_records = records(tmp_path)
+    done_records = records_by_id(tmp_path)
     assert (done_records["all"]["status"], done_records["all"]["api_calls"]) == ("max_turns", 2)
     assert (done_records["own"]["status"], done_records["own"]["api_calls"]) == ("max_turns", 1)
     assert done_records["all"]["options"] == {"max_turns": 2, "repeat_limit": 0}
@@ -78,7 +75,7 @@ def test_a_row_with_a_wrong_option_is_named_and_the_others_run(
     done = run(tmp_path, **SCRIPTED)
     assert done.returncode == 0
     assert f"p.jsonl:2: discarded: {message}" in done.stderr
-    assert len(records(tmp_path)) == 1
+    assert len(records_by_id(tmp_path)) == 1
 
 
 @pytest.mark.slow
@@ -89,7 +86,7 @@ def test_an_edited_option_of_a_row_is_new_work(tmp_path: Path) -> None:
     write_rows(tmp_path / "p.jsonl", {**row, "agent_options": {"max_turns": 1}})
     assert run(tmp_path, **SCRIPTED).returncode == 0
     assert [row["id"] for row in read_rows(tmp_path)] == []
-    assert records(tmp_path)["a"]["status"] == "max_turns"
+    assert records_by_id(tmp_path, may_repeat=True)["a"]["status"] == "max_turns"
 
 
 def test_rows_in_chat_form_are_read_as_their_first_user_text(tmp_path: Path) -> None:
@@ -115,7 +112,7 @@ def test_rows_in_chat_form_are_read_as_their_first_user_text(tmp_path: Path) -> 
     )
     done = run(tmp_path, **SCRIPTED)
     assert "messages[0] must be a system or user message" in done.stderr
-    done_records = records(tmp_path)
+    done_records = records_by_id(tmp_path)
     assert [m["content"] for m in done_records["openai"]["messages"]] == ["Be brief.", "Hi", "mine"]
     assert [m["content"] for m in done_records["sharegpt"]["messages"]] == ["Hi", "mine"]
 
@@ -141,7 +138,7 @@ def test_prefill_comes_from_a_file_and_counts_by_its_content(tmp_path: Path) -> 
     (tmp_path / "prefill.json").write_text('[{"role": "user", "content": "Hi"}]')
     given = {**SCRIPTED, "prefill_messages": "prefill.json"}
     assert run(tmp_path, **given).returncode == 0
-    (record,) = records(tmp_path).values()
+    (record,) = records_by_id(tmp_path).values()
     assert [m["role"] for m in record["messages"]] == ["user", "assistant"]
     (tmp_path / "prefill.json").write_text('[{"role": "tool", "content": "Hi"}]')
     wrong = run(tmp_path, **given)
@@ -160,7 +157,7 @@ def test_require_reasoning_is_a_filter_of_the_export(tmp_path: Path) -> None:
     assert run(tmp_path, **SCRIPTED, require_reasoning="true").returncode == 2, "it is a flag"
     assert run(tmp_path, "--require_reasoning", **SCRIPTED).returncode == 0
     assert [row["id"] for row in read_rows(tmp_path)] == ["with"]
-    assert len(records(tmp_path)) == 2
+    assert len(records_by_id(tmp_path)) == 2
     assert run(tmp_path, "--no_require_reasoning", **SCRIPTED).returncode == 0
     assert [row["id"] for row in read_rows(tmp_path)] == ["with", "without"]
 
@@ -176,7 +173,7 @@ def test_the_text_protocol_gives_calls_as_any_other(tmp_path: Path) -> None:
     ]
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": script})
     assert run(tmp_path, **SCRIPTED, text_protocol="react").returncode == 0
-    (record,) = records(tmp_path).values()
+    (record,) = records_by_id(tmp_path).values()
     assert record["status"] == "completed"
     assert record["messages"][2]["content"] == "wrote 1 bytes to a"
     assert "invented" not in json.dumps(record["messages"][2:])
@@ -204,7 +201,7 @@ def test_a_budget_needs_a_known_price_and_ends_conversations(tmp_path: Path) -> 
         known = {**given, "model": "openai:gpt-4.1"}
         assert run(tmp_path, **known, max_cost_usd=0.0000001).returncode == 0
         assert endpoint.journal()["requests"] == 6
-    for record in records(tmp_path).values():
+    for record in records_by_id(tmp_path).values():
         assert record["status"] == "budget"
         assert record["cost_usd"] > 0.0000001
         assert "is over the budget of" in record["status_reason"]
@@ -218,7 +215,7 @@ def test_a_hook_of_the_current_directory_approves_calls(tmp_path: Path) -> None:
     script = [calls(call("write_file", path="a", content="A"), call("list_files")), say("done")]
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": script})
     assert run(tmp_path, **SCRIPTED, approve="my_hooks:approve").returncode == 0
-    (record,) = records(tmp_path).values()
+    (record,) = records_by_id(tmp_path).values()
     assert [m["is_error"] for m in record["messages"] if m["role"] == "tool"] == [True, False]
 
 
@@ -247,7 +244,7 @@ def test_subagents_survive_a_kill_of_everything(tmp_path: Path) -> None:
         journal = endpoint.journal()
     assert journal["conversations"] == 20 * 5
     assert journal["repeated"] <= 10, "at most what was in flight"
-    for record in records(tmp_path).values():
+    for record in records_by_id(tmp_path).values():
         assert record["status"] == "completed"
         assert len(record["inner"]) == 4
         assert record["api_calls"] == 9
@@ -278,7 +275,7 @@ def test_a_subagent_can_ask_another_model(tmp_path: Path) -> None:
             "subagents": json.dumps([{**HELPER, "model": "scripted", "script": [say("hi")]}]),
         }
         assert run(tmp_path, **given).returncode == 0
-    (record,) = records(tmp_path).values()
+    (record,) = records_by_id(tmp_path).values()
     assert record["status"] == "completed"
 
 

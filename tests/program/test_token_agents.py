@@ -10,10 +10,10 @@ import pytest
 
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.fakes.fake_tokens import ids_of
-from tests.helpers.running import lines, run, write_rows
+from tests.helpers.running import lines, records_by_id, run, write_rows
 from tests.helpers.stored import token_turns_of
 from tests.program.test_agent_runs import scripted_agent
-from tests.program.test_record import recording, records, stop
+from tests.program.test_record import recording, stop
 from tests.program.test_token_runs import rl_rows
 from tests.toolsets.test_sandbox import needs_bwrap
 
@@ -64,7 +64,7 @@ def test_sessions_are_asked_for_ids(tmp_path: Path) -> None:
     ):
         talk(world, temperature=0.5)
         assert stop(world.process) == 0
-    (record,) = records(tmp_path).values()
+    (record,) = records_by_id(tmp_path).values()
     is_what_was_sampled(record)
     assert record["view_trimmed"] is True
     (row,) = rl_rows(tmp_path)
@@ -84,7 +84,7 @@ def test_ids_that_a_program_asks_for_itself_make_rows(tmp_path: Path) -> None:
     ):
         talk(world, **IDS)
         assert stop(world.process) == 0
-    (record,) = records(tmp_path).values()
+    (record,) = records_by_id(tmp_path).values()
     is_what_was_sampled(record)
     (row,) = rl_rows(tmp_path)
     assert row["sampling"] == [{"temperature": 0.5}] * TURNS

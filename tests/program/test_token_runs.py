@@ -19,6 +19,7 @@ from tests.helpers.running import (
     WRITE_A_NOTE,
     lines,
     run,
+    sorted_records,
     started,
     wait_until,
     workers_of,
@@ -40,11 +41,6 @@ def run_for_tokens(cwd: Path, endpoint: FakeEndpoint, **more: object) -> str:
     return done.stdout + done.stderr
 
 
-def records(cwd: Path, name: str = "r") -> list[dict[str, Any]]:
-    entries = lines(cwd / "trajectories" / name / "records.jsonl")
-    return sorted(entries, key=lambda record: str(record["id"]))
-
-
 def rl_rows(cwd: Path, name: str = "r") -> list[dict[str, Any]]:
     done = run(cwd, "export", name, format="rl")
     assert done.returncode == 0, done.stderr
@@ -61,7 +57,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     assert "--token_ids" not in said
     summary = json.loads((folder / "trajectories/r/summary.json").read_bytes())
     assert summary["token_ids"] == {"turns_with": 2 * TURNS, "turns_without": 0}
-    for record in records(folder):
+    for record in sorted_records(folder):
         _is_what_was_sampled(record)
     return rl_rows(folder)
 
@@ -123,7 +119,7 @@ def test_streams_of_sglang_have_no_ids_and_that_is_said(tmp_path: Path) -> None:
         assert endpoint.journal()["refused"] == 0
     assert "replies of m come without prompt token ids, token ids;" in said
     assert f"token ids: 0 turns with, {2 * TURNS} turns without" in said
-    stored = [turn["tokens"] for record in records(tmp_path) for turn in record["turns"]]
+    stored = [turn["tokens"] for record in sorted_records(tmp_path) for turn in record["turns"]]
     assert all(tokens.keys() == {"logprobs", "texts", "sampling"} for tokens in stored)
 
 
@@ -132,7 +128,9 @@ def test_an_endpoint_that_gives_none_is_named_once(tmp_path: Path) -> None:
         said = run_for_tokens(tmp_path, endpoint, num_workers=2)
     assert said.count("replies of m come without prompt token ids, token ids, logprobs;") == 1
     assert f"token ids: 0 turns with, {2 * TURNS} turns without" in said
-    assert not any("tokens" in turn for record in records(tmp_path) for turn in record["turns"])
+    assert not any(
+        "tokens" in turn for record in sorted_records(tmp_path) for turn in record["turns"]
+    )
     done = run(tmp_path, "export", "r", format="rl")
     assert "not used           2  no_token_ids" in done.stdout
     assert "without token ids" not in done.stdout  # of which conversations?
@@ -151,7 +149,7 @@ def test_nothing_is_missing_of_a_simulated_user(tmp_path: Path) -> None:
             **asking(endpoint, num_workers=1, model="m"),
         )
     assert done.returncode == 0, done.stderr
-    (record,) = records(tmp_path)
+    (record,) = sorted_records(tmp_path)
     inner = [turn for one in record["inner"] for turn in one["turns"]]
     assert inner
     assert not any("prompt" in turn["tokens"] for turn in inner)
@@ -165,7 +163,7 @@ def test_without_the_option_nothing_is_asked_for_or_said(tmp_path: Path) -> None
     with FakeEndpoint(tokens="vllm", **PLAYS) as endpoint:
         done = run(tmp_path, **asking(endpoint, num_workers=1))
     assert "token ids" not in done.stdout + done.stderr
-    (record,) = records(tmp_path)
+    (record,) = sorted_records(tmp_path)
     assert not any(turn.keys() & {"tokens", "extra"} for turn in record["turns"])
     summary = json.loads((tmp_path / "trajectories/r/summary.json").read_bytes())
     assert "token_ids" not in summary
@@ -191,7 +189,7 @@ def test_newlines_that_a_template_writes_split_nothing(tmp_path: Path, stream: b
     write_rows(tmp_path / "c.yaml", {"stream_replies": stream})
     with FakeEndpoint(tokens="vllm", outer_newlines=1, **PLAYS) as endpoint:
         run_for_tokens(tmp_path, endpoint, config="c.yaml")
-    for record in records(tmp_path):
+    for record in sorted_records(tmp_path):
         said = [message for message in record["messages"] if message["role"] == "assistant"]
         assert all(message["content"].startswith("\n\n") for message in said)
         assert record["view_trimmed"] is True
@@ -217,7 +215,7 @@ def test_a_kill_loses_no_ids(tmp_path: Path, whole: list[dict[str, Any]], who: s
                 assert_gone(process.pid)
                 endpoint.answer(None)
                 resume_and_judge(tmp_path, given, tasks=2, endpoint=endpoint, wasted=2)
-    assert any(record["resumes"] for record in records(tmp_path))
+    assert any(record["resumes"] for record in sorted_records(tmp_path))
     assert rl_rows(tmp_path) == whole
 
 
@@ -251,7 +249,7 @@ def test_subagents_have_rows_of_what_they_sampled(tmp_path: Path) -> None:
     done = run(tmp_path, "export", "r", "--subagents", format="rl")
     assert done.returncode == 0, done.stderr
     entries = lines(tmp_path / "trajectories/r/exports/dataset/rl/train.jsonl")
-    for record in records(tmp_path):
+    for record in sorted_records(tmp_path):
         rows = [row for row in entries if row["id"] == record["id"]]
         assert [row["thread"] for row in rows] == ["main", "helper", "helper"]
         assert [row["thread_id"] for row in rows[1:]] == [one["key"] for one in record["inner"]]

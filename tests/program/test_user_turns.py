@@ -13,13 +13,9 @@ from batch_trajectories.report.facts import find_flags
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.helpers.answering import JSON, answering
 from tests.helpers.playing import call, calls, say
-from tests.helpers.running import SCRIPTED, WRITE_A_NOTE, lines, run, write_rows
+from tests.helpers.running import SCRIPTED, WRITE_A_NOTE, lines, records, run, write_rows
 from tests.helpers.stored import to_record
 from tests.helpers.user_models import STOP, TASKS, kill_and_finish, number_replies, user_options
-
-
-def records(cwd: Path) -> list[dict[str, Any]]:
-    return lines(cwd / "trajectories" / "r" / "records.jsonl")
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ async def passes() -> None:
 def test_a_reply_is_used_only_when_it_is_kept() -> None:
     async def work() -> None:
         sent: list[StoreEvents] = []
-        journal = RemoteJournal(sent.append, place="there")
+        journal = RemoteJournal(sent.append, workspace_id="there")
         journal.append("p", "d", reply(1), assignment=1, position=0)
         waiting = asyncio.create_task(journal.wait_persisted(KEY))
         await passes()
@@ -65,7 +65,7 @@ def test_a_reply_is_used_only_when_it_is_kept() -> None:
 def test_what_comes_while_the_parent_is_busy_travels_together() -> None:
     async def work() -> None:
         sent: list[StoreEvents] = []
-        journal = RemoteJournal(sent.append, place="there")
+        journal = RemoteJournal(sent.append, workspace_id="there")
         for position in range(5):
             journal.append(f"p{position}", "d", reply(1), assignment=1, position=0)
             await passes()
@@ -81,7 +81,7 @@ def test_what_comes_while_the_parent_is_busy_travels_together() -> None:
 def test_what_was_noted_goes_before_the_end_of_its_task() -> None:
     async def work() -> None:
         sent: list[StoreEvents] = []
-        journal = RemoteJournal(sent.append, place="there")
+        journal = RemoteJournal(sent.append, workspace_id="there")
         journal.append("p", "d", note(0), assignment=1, position=0)
         await passes()
         assert not sent
@@ -96,7 +96,7 @@ def test_the_parent_reads_what_was_sent_and_where_the_workspace_is(tmp_path: Pat
     sent: list[StoreEvents] = []
 
     async def work() -> None:
-        journal = RemoteJournal(sent.append, place="there")
+        journal = RemoteJournal(sent.append, workspace_id="there")
         journal.append("p", "d", reply(1), assignment=2, position=0)
         journal.flush()
 

@@ -11,7 +11,7 @@ import pytest
 
 from batch_trajectories.api.results import write_results
 from batch_trajectories.api.stored_run import StoredRun
-from batch_trajectories.export.statistics.funnel import funnel_as_text
+from batch_trajectories.export.statistics.funnel import format_funnel
 from batch_trajectories.report.comparison import as_text, compare
 from batch_trajectories.report.facts import make_table_row
 from batch_trajectories.view.index.facts import make_facts
@@ -115,7 +115,7 @@ def test_all_screens_count_a_run_alike(
     assert export["rows"] == len(training) == listed["training_rows"]
     assert export["tasks"] - sum(export["lost"].values()) == export["used"]
     counted = f" {len(training)}  {'row' if len(training) == 1 else 'rows'} of hermes"
-    assert counted in "\n".join(funnel_as_text(funnel))
+    assert counted in "\n".join(format_funnel(funnel))
 
     make_facts(stored.path, tmp_path)
     facts = orjson.loads((tmp_path / "facts.json").read_bytes())["facts"]

@@ -6,12 +6,12 @@ import pytest
 
 from batch_trajectories.sandbox_conformance import *  # noqa: F403
 from toolsets.sandbox import SANDBOXES
-from toolsets.sandbox.factory import sandbox_kind, sandbox_problem
+from toolsets.sandbox.factory import find_sandbox_class, sandbox_problem
 
 OURS = [
-    pytest.param(name, marks=[] if sandbox_kind(name).is_isolated else pytest.mark.slow)
+    pytest.param(name, marks=[] if find_sandbox_class(name).is_isolated else pytest.mark.slow)
     for name in sorted(SANDBOXES)
-    if not sandbox_kind(name).needs_image
+    if not find_sandbox_class(name).needs_image
 ]
 
 

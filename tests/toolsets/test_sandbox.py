@@ -26,7 +26,7 @@ from tests.helpers.running import PATIENCE_S, ROOT
 from toolsets.sandbox import SANDBOXES
 from toolsets.sandbox.base import ExecResult, Extras, Limits, SandboxError
 from toolsets.sandbox.bwrap import end_orphans, launch
-from toolsets.sandbox.factory import ENTRY_POINTS, make_sandbox, sandbox_kind, sandbox_problem
+from toolsets.sandbox.factory import ENTRY_POINTS, find_sandbox_class, make_sandbox, sandbox_problem
 from toolsets.sandbox.inside.outputs import HeadTail
 from toolsets.sandbox.inside.processes import descendants
 from toolsets.workspace.workspace import Workspace
@@ -292,7 +292,7 @@ def test_a_package_adds_a_sandbox(
     (tmp_path / "near_by.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "near_by", raising=False)
-    sandbox_kind.cache_clear()
+    find_sandbox_class.cache_clear()
     try:
         problem = sandbox_problem("near")
         assert "(did you mean 'near'?)" in str(sandbox_problem("neer"))
@@ -304,7 +304,7 @@ def test_a_package_adds_a_sandbox(
         else:
             assert message in str(problem)
     finally:
-        sandbox_kind.cache_clear()
+        find_sandbox_class.cache_clear()
 
 
 def test_a_stored_run_whose_sandbox_is_not_installed_says_so(tmp_path: Path) -> None:

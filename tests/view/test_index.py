@@ -85,9 +85,9 @@ def test_the_first_rows_of_a_large_run_are_there_at_once(
     monkeypatch.setattr(run_index, "_HERE_BYTES", 1)
     index = run_index.RunIndex(copied)
     try:
-        assert index.look().parts
+        assert index.refresh().parts
         assert not index.is_complete
-        wait_until(lambda: bool(index.look().parts) and index.is_complete)
+        wait_until(lambda: bool(index.refresh().parts) and index.is_complete)
         assert index.to_json()["rows"] == ALL
     finally:
         index.close()
@@ -101,10 +101,10 @@ def test_a_request_gets_the_rows_of_its_own_table(copied: Path) -> None:
     records.write_bytes(first)
     run = OpenRun(RunPlace("r", copied, str(copied.parent)))
     try:
-        before = run.index.look()
+        before = run.index.refresh()
         with records.open("ab") as file:
             file.write(whole[len(first) :])
-        after = run.index.look()
+        after = run.index.refresh()
         everything = read_filters(MultiDict())
         for table, count in ((before, 1), (after, ALL), (before, 1)):
             masks = run.select(table, everything)

@@ -102,7 +102,7 @@ def test_the_health_of_a_finished_run_is_computed_once_and_kept(
     places = [*Places([str(copy.parent)]).runs()]
     assert made_index(copy) is None
     keeper = HealthKeeper()
-    keeper.look(places)
+    keeper.begin_next(places)
     wait_until(lambda: made_index(copy) is not None)
     path = made_index(copy)
     assert path is not None
@@ -119,7 +119,7 @@ def test_the_health_of_a_finished_run_is_computed_once_and_kept(
 
 
 def keeper_rests(keeper: HealthKeeper, places: list[RunPlace]) -> bool:
-    keeper.look(places)
+    keeper.begin_next(places)
     time.sleep(0.05)
     return keeper._maker is None
 

@@ -17,7 +17,7 @@ from toolsets.tool import ToolResult, tool
 
 _RESOURCE = "browser"
 _MAX_CHARS = 80_000
-_SHOWN_CHARS = 8_000
+_DEFAULT_PAGE_CHARS = 8_000
 """Maximum number of characters of the snapshot after each action."""
 _MAX_IMAGES = 100
 _MAX_TEXT_CHARS = 10_000
@@ -200,7 +200,7 @@ async def _act(context: ToolContext, action: Callable[[Any], Awaitable[Any]]) ->
 
 
 async def _show(
-    session: BrowserSession, *, max_chars: int = _SHOWN_CHARS, offset: int = 0
+    session: BrowserSession, *, max_chars: int = _DEFAULT_PAGE_CHARS, offset: int = 0
 ) -> ToolResult:
     """Return the page for the model; a long one is cut at the end of a line."""
     title, url, snapshot, notes = await session.read()

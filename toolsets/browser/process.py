@@ -274,7 +274,9 @@ class _Mode(NamedTuple):
 
     name: str
     bwrap: str | None
+    """The path of bubblewrap; None if Chromium runs outside of it."""
     own_sandbox: bool
+    """Whether Chromium uses its own sandbox, too."""
 
 
 def _executable() -> str | None:
@@ -330,11 +332,11 @@ def _modes() -> list[_Mode]:
     """Return the ways to start Chromium, the safest first; the next is tried if one fails."""
     modes = []
     if bwrap_problem() is None:
-        modes.append(_Mode("in bwrap", shutil.which("bwrap"), True))
+        modes.append(_Mode("in bwrap", bwrap=shutil.which("bwrap"), own_sandbox=True))
     if os.geteuid() == 0:
-        modes.append(_Mode("as root, without a sandbox", None, False))
+        modes.append(_Mode("as root, without a sandbox", bwrap=None, own_sandbox=False))
     else:
-        modes.append(_Mode("outside bwrap", None, True))
+        modes.append(_Mode("outside bwrap", bwrap=None, own_sandbox=True))
     return modes
 
 

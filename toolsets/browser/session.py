@@ -7,7 +7,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from yarl import URL
 
@@ -33,6 +33,16 @@ _REF = re.compile(r"(f\d+)?e\d+")
 _NET_ERROR = re.compile(r"net::(ERR_\w+)")
 
 NOTHING_OPEN = "no page is open; open one with browser_navigate"
+
+
+class PageState(NamedTuple):
+    """The state of a page, and the notes about it."""
+
+    title: str
+    url: str
+    snapshot: str
+    """The elements of the page as text, with a ref for each."""
+    notes: list[str]
 
 
 class BrowserSession:
@@ -117,8 +127,8 @@ class BrowserSession:
                             await self._shown.wait()
                 raise await self._describe(error) from error
 
-    async def read(self) -> tuple[str, str, str, list[str]]:
-        """Return title, address and snapshot of the page, and the notes since the last call."""
+    async def read(self) -> PageState:
+        """Return the present state of the page, and the notes since the last call."""
 
         async def look(_: Any) -> tuple[str, str, str]:
             # An action before this one may have led to another page.
@@ -128,11 +138,11 @@ class BrowserSession:
 
         title, url, snapshot = await self.act(look, only_looks=True)
         notes, self._notes = self._notes, []
-        return (
-            clip(valid_utf8(" ".join(title.split())), max_chars=300),
-            clip(valid_utf8(url), max_chars=1000),
-            valid_utf8(snapshot),
-            [valid_utf8(note) for note in notes],
+        return PageState(
+            title=clip(valid_utf8(" ".join(title.split())), max_chars=300),
+            url=clip(valid_utf8(url), max_chars=1000),
+            snapshot=valid_utf8(snapshot),
+            notes=[valid_utf8(note) for note in notes],
         )
 
     async def back(self, page: Any) -> None:

@@ -35,13 +35,13 @@ class Toolset:
     description: str
     tools: Sequence[Tool]
     needs_sandbox: bool = False
-    """Whether its tools run commands."""
+    """Whether tools of the toolset run commands."""
     includes: tuple[str, ...] = ()
     """Names of toolsets that are enabled with it."""
     in_all: bool = True
     """Whether "all" includes it; otherwise it must be named."""
     problem: Callable[[], str | None] = lambda: None
-    """A function that returns why it cannot work here, and what to install; None if it can."""
+    """A function that returns why the toolset cannot work here and what to install, else None."""
 
 
 class _BuiltIn(Sequence[Tool]):

@@ -29,10 +29,10 @@ _MAX_NESTING = 3
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
 NAME = "org.opencontainers.image.ref.name"
 """The annotation with the name of an image."""
-_NAMES = (NAME, "io.containerd.image.name")
+_NAME_ANNOTATIONS = (NAME, "io.containerd.image.name")
 INDEX_DIGEST = "batch-trajectories.index.digest"
-"""The annotation of an image from a registry: the digest by which it was named there. It may be
-that of a list of manifests."""
+"""The annotation with the digest by which a registry named an image. It may be the digest of a list
+of manifests."""
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le", "s390x": "s390x"}
 
 Opener = Callable[[str], AbstractContextManager[IO[bytes]]]
@@ -56,38 +56,38 @@ class StoredImage:
 
     def configuration(self) -> dict[str, Any]:
         """Return the image's configuration; raises `ImageError`."""
-        with opener(self.source) as open_member:
-            raw = _document_bytes(open_member, self.config, self.source)
+        with open_source(self.source) as open_member:
+            raw = _read_document_bytes(open_member, self.config, self.source)
         if f"sha256:{hashlib.sha256(raw).hexdigest()}" != self.config_digest:
             raise ImageError(f"{self.source}: {self.config} is damaged: its digest differs")
-        return _object(raw, self.source, self.config)
+        return _parse_object(raw, self.source, self.config)
 
 
-def images_in(directory: Path) -> Iterator[StoredImage | ImageError]:
+def find_images(directory: Path) -> Iterator[StoredImage | ImageError]:
     """Yield the images of a directory: a layout, or a tree of layouts and archives.
 
     Yields an error for each source that cannot be read; the other images are still usable.
     """
-    for source, place in _sources(directory):
+    for source, name in _find_sources(directory):
         try:
-            with opener(source) as open_member:
-                yield from _read_images(source, place, open_member)
+            with open_source(source) as open_member:
+                yield from _read_images(source, name, open_member)
         except (ImageError, tarfile.TarError, zlib.error, OSError, EOFError) as error:
-            first = str(error).partition("\n")[0].rstrip(":")
-            yield error if isinstance(error, ImageError) else ImageError(f"{source}: {first}")
+            first_line = str(error).partition("\n")[0].rstrip(":")
+            yield error if isinstance(error, ImageError) else ImageError(f"{source}: {first_line}")
 
 
 def read_images(source: Path) -> list[StoredImage]:
     """Return the images of one layout or archive. Raises `ImageError` if it cannot be read."""
     try:
-        with opener(source) as open_member:
+        with open_source(source) as open_member:
             return list(_read_images(source, source.name, open_member))
     except (tarfile.TarError, zlib.error, OSError, EOFError) as error:
         raise ImageError(f"{source}: {str(error).partition(chr(10))[0]}") from error
 
 
 @contextmanager
-def opener(source: Path) -> Iterator[Opener]:
+def open_source(source: Path) -> Iterator[Opener]:
     """Return a function that opens the files of a layout or an archive by their path in it."""
     if source.is_dir():
         yield lambda name: _open_file(source, name)
@@ -111,9 +111,9 @@ def _open_file(source: Path, name: str) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _open_member(archive: tarfile.TarFile, source: Path, name: str) -> Iterator[IO[bytes]]:
-    for known in (name, f"./{name}"):
+    for path in (name, f"./{name}"):
         try:
-            file = archive.extractfile(known)
+            file = archive.extractfile(path)
         except KeyError:
             continue
         if file is not None:
@@ -123,7 +123,7 @@ def _open_member(archive: tarfile.TarFile, source: Path, name: str) -> Iterator[
     raise ImageError(f"{source}: {name} is missing")
 
 
-def _sources(directory: Path) -> Iterator[tuple[Path, str]]:
+def _find_sources(directory: Path) -> Iterator[tuple[Path, str]]:
     """Yield the layouts and archives beneath a directory, each with its path as a name."""
     if (directory / "index.json").is_file():
         yield directory, directory.name
@@ -134,91 +134,95 @@ def _sources(directory: Path) -> Iterator[tuple[Path, str]]:
         layouts = [name for name in folders if (here / name / "index.json").is_file()]
         archives = sorted(name for name in files if name.endswith(_ARCHIVES))
         for name in [*layouts, *archives]:
-            place = (here / name).relative_to(directory).as_posix()
+            path = (here / name).relative_to(directory).as_posix()
             for ending in _ARCHIVES if name in archives else ():
-                place = place.removesuffix(ending)
-            yield here / name, place
+                path = path.removesuffix(ending)
+            yield here / name, path
         folders[:] = [name for name in folders if name not in layouts]
 
 
-def _read_images(source: Path, place: str, open_member: Opener) -> Iterator[StoredImage]:
+def _read_images(source: Path, file_name: str, open_member: Opener) -> Iterator[StoredImage]:
+    """Yield the images of a source; `file_name` names an image that has no name of its own."""
     try:
-        index = _document(open_member, "index.json", source)
+        index = _read_document(open_member, "index.json", source)
     except ImageError:
         if source.is_dir():
             raise
-        yield from _read_saved_images(source, place, open_member)
+        yield from _read_saved_images(source, file_name, open_member)
         return
-    images = list(_manifests(open_member, index, source, frozenset()))
+    images = list(_find_manifests(open_member, index, source, frozenset()))
     for digest, names in images:
         path = _blob_path(digest, source)
-        raw = _document_bytes(open_member, path, source)
+        raw = _read_document_bytes(open_member, path, source)
         if f"sha256:{hashlib.sha256(raw).hexdigest()}" != digest:
             raise ImageError(f"{source}: {path} is damaged: its digest differs")
-        manifest = _object(raw, source, path)
+        manifest = _parse_object(raw, source, path)
         try:
             config = str(manifest["config"]["digest"])
             layers = [str(layer["digest"]) for layer in manifest["layers"]]
         except (KeyError, TypeError):
             raise ImageError(f"{source}: {path} is not the manifest of an image") from None
-        known = set(map(full_name, names))
+        full_names = set(map(full_name, names))
         if not any(map(DIGEST.fullmatch, names)):  # else a registry has named it
-            known |= {full_name(f"{place}:{name}") for name in names}
+            full_names |= {full_name(f"{file_name}:{name}") for name in names}
             if len(images) == 1:
-                known.add(full_name(place))
+                full_names.add(full_name(file_name))
         yield StoredImage(
             source=source,
             digest=digest,
-            names=frozenset(known),
+            names=frozenset(full_names),
             config=_blob_path(config, source),
             config_digest=config,
             layers=tuple(_blob_path(layer, source) for layer in layers),
         )
 
 
-def _manifests(
+def _find_manifests(
     open_member: Opener,
     index: Mapping[str, Any],
     source: Path,
     names: frozenset[str],
     depth: int = 0,
 ) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield the digests and names of the manifests for this machine."""
+    """Yield the digests and names of the manifests for this machine.
+
+    `names` are the names of the index itself, which its manifests share.
+    """
     entries = index.get("manifests")
     if not isinstance(entries, list):
         raise ImageError(f"{source}: index.json has no list `manifests`")
+    keys = (*_NAME_ANNOTATIONS, INDEX_DIGEST)
     for entry in entries:
         if not isinstance(entry, dict) or not isinstance(entry.get("digest"), str):
             raise ImageError(f"{source}: index.json has an entry without a digest")
-        fits = entry.get("platform")
-        if isinstance(fits, dict) and (
-            fits.get("os") != "linux" or fits.get("architecture") != machine()
+        target = entry.get("platform")
+        if isinstance(target, dict) and (
+            target.get("os") != "linux" or target.get("architecture") != machine()
         ):
             continue
-        notes = entry.get("annotations")
-        keys = (*_NAMES, INDEX_DIGEST)
-        own = {notes[key] for key in keys if isinstance(notes, dict) and notes.get(key)}
-        named = names | {name for name in own if isinstance(name, str)}
+        annotations = entry.get("annotations")
+        found = [annotations.get(key) for key in keys] if isinstance(annotations, dict) else []
+        entry_names = names | {name for name in found if isinstance(name, str) and name}
         if "index" in str(entry.get("mediaType")) or "manifest.list" in str(entry.get("mediaType")):
             if depth >= _MAX_NESTING:
                 raise ImageError(f"{source}: indexes are nested too deeply")
-            inner = _document(open_member, _blob_path(entry["digest"], source), source)
-            yield from _manifests(open_member, inner, source, named, depth + 1)
+            inner = _read_document(open_member, _blob_path(entry["digest"], source), source)
+            yield from _find_manifests(open_member, inner, source, entry_names, depth + 1)
         else:
-            yield entry["digest"], named
+            yield entry["digest"], entry_names
 
 
-def _read_saved_images(source: Path, place: str, open_member: Opener) -> Iterator[StoredImage]:
+def _read_saved_images(source: Path, file_name: str, open_member: Opener) -> Iterator[StoredImage]:
     """Yield the images of an archive in the older form of `docker save`."""
-    raw = _document_bytes(open_member, "manifest.json", source)
+    raw = _read_document_bytes(open_member, "manifest.json", source)
     try:
         entries = orjson.loads(raw)
         for entry in entries:
             config = str(entry["Config"])
             names = frozenset(map(full_name, entry.get("RepoTags") or ()))
-            digest = hashlib.sha256(_document_bytes(open_member, config, source)).hexdigest()
+            digest = hashlib.sha256(_read_document_bytes(open_member, config, source)).hexdigest()
             if len(entries) == 1:
-                names |= {full_name(place)}
+                names |= {full_name(file_name)}
             layers = tuple(map(str, entry["Layers"]))
             yield StoredImage(
                 source=source,
@@ -238,11 +242,11 @@ def _blob_path(digest: str, source: Path) -> str:
     return f"blobs/sha256/{digest.removeprefix('sha256:')}"
 
 
-def _document(open_member: Opener, name: str, source: Path) -> dict[str, Any]:
-    return _object(_document_bytes(open_member, name, source), source, name)
+def _read_document(open_member: Opener, name: str, source: Path) -> dict[str, Any]:
+    return _parse_object(_read_document_bytes(open_member, name, source), source, name)
 
 
-def _document_bytes(open_member: Opener, name: str, source: Path) -> bytes:
+def _read_document_bytes(open_member: Opener, name: str, source: Path) -> bytes:
     with open_member(name) as file:
         raw = file.read(_MAX_DOCUMENT_BYTES + 1)
     if len(raw) > _MAX_DOCUMENT_BYTES:
@@ -250,7 +254,7 @@ def _document_bytes(open_member: Opener, name: str, source: Path) -> bytes:
     return raw
 
 
-def _object(raw: bytes, source: Path, name: str) -> dict[str, Any]:
+def _parse_object(raw: bytes, source: Path, name: str) -> dict[str, Any]:
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -268,7 +272,7 @@ def machine() -> str:
 
 # Writing an OCI layout that many images share: each layer is in it once.
 
-_TYPE = "application/vnd.oci.image"
+_MEDIA_TYPE = "application/vnd.oci.image"
 _ENGINE_ID = "batch-trajectories.engine.id"
 _PIECE_BYTES = 1 << 20
 
@@ -281,7 +285,7 @@ def add_to_layout(layout: Path, name: str, engine_id: str, save: Callable[[Path]
     """
     layout.mkdir(parents=True, exist_ok=True)
     with lock_file(layout / ".lock"):
-        index = _index(layout)
+        index = _read_index(layout)
         entries: list[dict[str, Any]] = index["manifests"]
         known = next((e for e in entries if _annotations(e).get(_ENGINE_ID) == engine_id), None)
         if known is None:
@@ -298,7 +302,7 @@ def add_to_layout(layout: Path, name: str, engine_id: str, save: Callable[[Path]
         _write(layout / "index.json", orjson.dumps(index))
 
 
-def _index(layout: Path) -> dict[str, Any]:
+def _read_index(layout: Path) -> dict[str, Any]:
     path = layout / "index.json"
     if not path.exists():
         return {"schemaVersion": 2, "manifests": []}
@@ -318,9 +322,9 @@ def _annotations(entry: dict[str, Any]) -> dict[str, Any]:
 def _add_archive(layout: Path, archive: Path) -> dict[str, Any]:
     """Add the only image of an archive; return its entry for an index."""
     (image,) = read_images(archive)
-    described = image.configuration()
-    diff_ids = described["rootfs"]["diff_ids"]
-    with opener(archive) as open_member:
+    configuration = image.configuration()
+    diff_ids = configuration["rootfs"]["diff_ids"]
+    with open_source(archive) as open_member:
         with open_member(image.config) as file:
             config = _write_blob(layout, file, "config.v1+json")
         layers = []
@@ -329,7 +333,7 @@ def _add_archive(layout: Path, archive: Path) -> dict[str, Any]:
                 layers.append(_write_blob(layout, file, _layer_type(file), diff_id))
     manifest = {
         "schemaVersion": 2,
-        "mediaType": f"{_TYPE}.manifest.v1+json",
+        "mediaType": f"{_MEDIA_TYPE}.manifest.v1+json",
         "config": config,
         "layers": layers,
     }
@@ -352,9 +356,10 @@ def _write_blob(layout: Path, file: IO[bytes], kind: str, diff_id: str = "") -> 
     """Add a blob, unless it exists; return its entry for a manifest."""
     blobs = layout / "blobs" / "sha256"
     blobs.mkdir(parents=True, exist_ok=True)
-    known = blobs / diff_id.removeprefix("sha256:")
-    if kind.endswith(".tar") and known.is_file():
-        digest, size = known.name, known.stat().st_size
+    # The digest of an uncompressed layer is its diff id, so it need not be read.
+    existing = blobs / diff_id.removeprefix("sha256:")
+    if kind.endswith(".tar") and existing.is_file():
+        digest, size = existing.name, existing.stat().st_size
     else:
         making = blobs / ".making"
         hashed = hashlib.sha256()
@@ -364,10 +369,10 @@ def _write_blob(layout: Path, file: IO[bytes], kind: str, diff_id: str = "") -> 
                 out.write(piece)
             size = out.tell()
             out.flush()
-            os.fsync(out.fileno())  # from then on, the name alone says what the blob contains
+            os.fsync(out.fileno())  # later starts trust the name and do not read the blob again
         digest = hashed.hexdigest()
         making.replace(blobs / digest)
-    return {"mediaType": f"{_TYPE}.{kind}", "digest": f"sha256:{digest}", "size": size}
+    return {"mediaType": f"{_MEDIA_TYPE}.{kind}", "digest": f"sha256:{digest}", "size": size}
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import TEMPORARY
 
-_MOST_UNUSED = 16
+_MAX_UNUSED_BASES = 16
 _SUFFIX, _BELOW = ".base", "below"
 _VOLATILE = "work/incompat/volatile"
 """The mark of a mount that does not wait for the disk; the same path as in `inside.namespaces`."""
@@ -57,7 +57,7 @@ def keep_base(made: Path, name: str) -> None:
         if not base.exists():
             made.rename(base)
     remove_tree(made)
-    remove_bases(made.parent, left=_MOST_UNUSED)
+    remove_bases(made.parent, left=_MAX_UNUSED_BASES)
 
 
 def remove_work(layer: Path) -> None:

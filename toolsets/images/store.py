@@ -29,7 +29,7 @@ from batch_trajectories.basics.errors import (
 from batch_trajectories.basics.process import lock_file
 from batch_trajectories.basics.text import first_few
 from batch_trajectories.basics.validation import UrlPath
-from toolsets.images.archives import StoredImage, images_in, opener, read_images
+from toolsets.images.archives import StoredImage, find_images, open_source, read_images
 from toolsets.images.layers import STATE, TREE, Unpacking, read_inside
 from toolsets.images.names import ImageError, full_name, parse_digest
 from toolsets.workspace.removal import remove_tree
@@ -37,7 +37,7 @@ from toolsets.workspace.removal import remove_tree
 _log = logging.getLogger(__name__)
 
 _CONFIG, _NEW_CONFIG = "config.json", "config.json.new"
-_NAMES_SHOWN = 5
+_MAX_LISTED_NAMES = 5
 _HOW_TO_FILL = "put the images there, as docs/images.md shows"
 
 
@@ -128,7 +128,7 @@ class ImageStore:
         if matching:
             return matching[0]
         names = sorted({name for image in self._images for name in image.names})
-        known = first_few(names, _NAMES_SHOWN) or "none"
+        known = first_few(names, _MAX_LISTED_NAMES) or "none"
         msg = f"image {reference!r} is not in {self.directory} (there: {known})"
         if self._problems:
             msg += f"; not readable there: {self._problems[0]}"
@@ -150,7 +150,7 @@ class ImageStore:
             known = {image.source for image in self._images}
             for image in images:
                 if image.source not in known:
-                    self._scanned[0].append(image)
+                    self._scan[0].append(image)
                     self._add_names(self._group_names, image)
 
     def unpack(self, reference: str) -> UnpackedImage:
@@ -200,10 +200,10 @@ class ImageStore:
         return is_complete(self.directory)
 
     @cached_property
-    def _scanned(self) -> tuple[list[StoredImage], list[ImageError]]:
+    def _scan(self) -> tuple[list[StoredImage], list[ImageError]]:
         if self._url is not None and not self._is_whole():
             self._download(self._url)  # a worker on another machine than the parent
-        images = list(images_in(self.directory))
+        images = list(find_images(self.directory))
         problems = [item for item in images if isinstance(item, ImageError)]
         for problem in problems:
             _log.warning("An image cannot be read and is not used: %s", problem)
@@ -211,7 +211,7 @@ class ImageStore:
 
     @property
     def _images(self) -> list[StoredImage]:
-        return self._scanned[0]
+        return self._scan[0]
 
     @cached_property
     def _group_names(self) -> dict[str, list[StoredImage]]:
@@ -228,7 +228,7 @@ class ImageStore:
 
     @property
     def _problems(self) -> list[ImageError]:
-        return self._scanned[1]
+        return self._scan[1]
 
     def _make_directory(self) -> None:
         try:
@@ -278,7 +278,7 @@ class ImageStore:
         """Unpack the layers with these ids into `root`; the first `shared` are linked to a base."""
         base = self._make_base(image, diff_ids[:shared]) if shared else None
         unpacking = Unpacking(root, base)
-        with opener(image.source) as open_member:
+        with open_source(image.source) as open_member:
             for name, diff_id in list(zip(image.layers, diff_ids, strict=False))[shared:]:
                 with open_member(name) as layer:
                     unpacking.add(layer, diff_id)

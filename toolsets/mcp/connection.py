@@ -179,9 +179,9 @@ class _Connection:
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.is_broken = False
-        """It must not be used again."""
+        """Whether the connection must not be used again."""
         self.is_dead = False
-        """The server has closed the connection."""
+        """Whether the server has closed the connection."""
         self.is_too_deep = False
         """The server has sent a message that is nested too deeply to be read."""
         self.late = 0

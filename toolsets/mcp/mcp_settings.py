@@ -51,7 +51,7 @@ class McpServer(BaseModel):
     command: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
     """A server over standard streams: its program and arguments. Either this or `url`."""
     args: tuple[str, ...] = ()
-    """Further arguments."""
+    """Arguments after those of `command`."""
     env: dict[VariableName, str] = Field(default_factory=dict)
     """The server's environment, in addition to PATH, HOME and LANG."""
     env_from: tuple[VariableName, ...] = ()
@@ -66,7 +66,7 @@ class McpServer(BaseModel):
     expands: bool = False
     """`${NAME}` and `${NAME:-DEFAULT}` stand for variables everywhere, as in published settings."""
     per_task: bool | None = None
-    """Each conversation starts its own server. None: if the settings mention the workspace."""
+    """Whether each conversation starts its own server; None: if settings mention the workspace."""
     effects: Literal["workspace", "elsewhere"] = "elsewhere"
     """The place of its tools' effects; see `Tool.effects`. Tools that only read have none."""
     start_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
@@ -147,7 +147,7 @@ class McpServer(BaseModel):
         """The tools that the server listed; None if it was not asked."""
         return self._listed
 
-    def with_listed(self, tools: tuple[ListedTool, ...]) -> McpServer:
+    def with_listed_tools(self, tools: tuple[ListedTool, ...]) -> McpServer:
         """Return a copy with the tools that the server listed."""
         server = self.model_copy()
         server._listed = tools

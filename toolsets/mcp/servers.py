@@ -124,7 +124,7 @@ async def _probe(name: str, server: McpServer, starts: asyncio.Semaphore) -> Mcp
             async with asyncio.timeout(2 * server.start_timeout_s):
                 listed = await link.list_tools()
             # The path differs at each start; with it, the config fingerprint of a run would too.
-            return server.with_listed(tuple(_remove_path(tool, directory) for tool in listed))
+            return server.with_listed_tools(tuple(_remove_path(tool, directory) for tool in listed))
         except (StartError, HostError) as error:
             return McpError(f"mcp: {error}")
         except Exception as error:
@@ -247,9 +247,9 @@ class _Limit:
 
     def keywords(self, unlimited: Mapping[str, Any]) -> dict[str, Any]:
         """Return functions of jsonschema that raise `_CheckTimeoutError` after the time limit."""
-        return {name: self._limited(function) for name, function in unlimited.items()}
+        return {name: self._limit(function) for name, function in unlimited.items()}
 
-    def _limited(self, function: Any) -> Any:
+    def _limit(self, function: Any) -> Any:
         def keyword(*arguments: Any) -> Any:
             if time.monotonic() > self.until:
                 raise _CheckTimeoutError

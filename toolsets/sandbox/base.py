@@ -85,7 +85,7 @@ class ExecResult:
     full_mb: int | None = None
     """The size of the workspace, if it is over its limit; else None."""
     was_filling: bool = False
-    """The call was stopped because it added to a workspace that was over its limit."""
+    """Whether the call was stopped because it added to a workspace that was over its limit."""
     value: str | None = None
     """The `repr` of a cell's last expression; None if there is none or its value is None."""
     plots: tuple[str, ...] = ()
@@ -93,11 +93,11 @@ class ExecResult:
     last_pid: int | None = None
     """The process id of the latest background job of the shell; None without one."""
     ended: bool = False
-    """The session has ended and its state is lost; the next call begins a new session."""
+    """Whether the session has ended and its state is lost; the next call begins a new one."""
     lost: str | None = None
     """The reason for which the session had lost its state before this call; None if it had not."""
     is_first: bool = False
-    """This is the first call to this session."""
+    """Whether this is the first call to this session."""
     running: int | None = None
     """Number of processes, and threads of the interpreter, that run on after the call besides the
     sessions; None if unknown."""
@@ -116,7 +116,7 @@ class SandboxSettings:
     """The directory of images."""
     pull: Pull = "never"
     registry: RegistrySettings | None = None
-    """How images are fetched from registries; None: without mirrors, with the usual limits."""
+    """The settings for fetching images; None: without mirrors, with the usual limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class Sandbox(ABC):
     name: ClassVar[str]
     """The value of `--sandbox` that selects this kind of sandbox."""
     is_isolated: ClassVar[bool] = True
-    """Commands have their own files and processes, and a network only if `Limits` allow it."""
+    """Whether commands have files and processes of their own, and a network only by `Limits`."""
     needs_image: ClassVar[bool] = False
     """The sandbox starts from `SandboxSettings.image`."""
     limits_itself: ClassVar[bool] = False

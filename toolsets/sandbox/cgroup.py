@@ -23,7 +23,7 @@ while [ "$1" != -- ]; do echo $$ 2>/dev/null >"$1/cgroup.procs"; shift; done; sh
 """
 _PERIOD_US = 100_000
 """The period of CPU quotas, unless a group sets another."""
-_LEAST_QUOTA_US = 1000
+_MIN_QUOTA_US = 1000
 _MEMORY_SPARE = 64 << 20
 """Bytes for the server and the shell, so that a process reaches its own limit before the group."""
 
@@ -38,7 +38,7 @@ class Group:
             counter for path in paths for counter in _open_counters(path, known=_file_names(path))
         ]
 
-    def joined(self, argv: Sequence[str]) -> list[str]:
+    def join(self, argv: Sequence[str]) -> list[str]:
         """Return a command that runs `argv` in the group."""
         return ["/bin/sh", "-c", _JOIN, "sh", *map(str, self.paths), "--", *argv]
 
@@ -108,7 +108,7 @@ def make_group(
 ) -> Group | None:
     """Return a new group with those limits that can be set; None if none can."""
     memory = (memory_mb << 20) + _MEMORY_SPARE
-    quota = None if cpus is None else max(_LEAST_QUOTA_US, round(cpus * _PERIOD_US))
+    quota = None if cpus is None else max(_MIN_QUOTA_US, round(cpus * _PERIOD_US))
     wanted = {
         # First, as a process stays in the last group that it enters, if they differ.
         "cpu": {} if quota is None else {"cpu.max": quota, "cpu.cfs_quota_us": quota},

@@ -22,10 +22,15 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import HostError, machine_failure, machine_failure_in
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.cgroup import Group
-from toolsets.sandbox.first_process import FirstProcess, ForkedProcess, LaunchedProcess, until_ready
+from toolsets.sandbox.first_process import (
+    FirstProcess,
+    ForkedProcess,
+    LaunchedProcess,
+    wait_until_ready,
+)
 from toolsets.sandbox.inside.boot import LENGTH, make_frame
 
-_LEAST_BYTES, _CHUNK_BYTES = 1 << 14, 1 << 18
+_MIN_CHUNK_BYTES, _CHUNK_BYTES = 1 << 14, 1 << 18
 _SPARE_BYTES = 1 << 20
 _START_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 3.0
@@ -118,7 +123,7 @@ class Channel:
             # In this thread: a sandbox may be set to die with the thread that made it.
             self._process = LaunchedProcess(
                 subprocess.Popen(
-                    list(launch.argv) if self.group is None else self.group.joined(launch.argv),
+                    list(launch.argv) if self.group is None else self.group.join(launch.argv),
                     stdin=their_input.fileno(),
                     stdout=self._theirs.fileno(),
                     stderr=self._their_errors,
@@ -208,7 +213,7 @@ class Channel:
                     # A frame is far smaller than a socket's buffer: it is sent as a whole or not.
                     socket.send_fds(self._socket, [frame], list(descriptors))
                 except BlockingIOError:
-                    await until_ready(self._socket.fileno(), for_writing=True)
+                    await wait_until_ready(self._socket.fileno(), for_writing=True)
                 except OSError as error:
                     raise Gone("ended") from error
                 else:
@@ -272,7 +277,7 @@ class Channel:
     async def _receive_handle(self) -> FirstProcess:
         """Receive the handle that a forked process sends first."""
         async with asyncio.timeout(_START_TIMEOUT_S):
-            await until_ready(self._socket.fileno())
+            await wait_until_ready(self._socket.fileno())
         try:
             data, handles, _, _ = socket.recv_fds(self._socket, 1, 1)
         except ConnectionError as error:
@@ -307,7 +312,7 @@ class Channel:
             return
         missing = self._frame_bytes - len(self._inbox)
         try:
-            chunk = self._socket.recv(max(_LEAST_BYTES, min(_CHUNK_BYTES, missing)))
+            chunk = self._socket.recv(max(_MIN_CHUNK_BYTES, min(_CHUNK_BYTES, missing)))
         except BlockingIOError:
             return
         except ConnectionError:

@@ -1,4 +1,4 @@
-"""What runs commands outside the tools: the sandbox of a context, and the arguments of a shell."""
+"""Finds the sandbox of a context for commands outside the tools, and makes arguments of a shell."""
 
 from __future__ import annotations
 

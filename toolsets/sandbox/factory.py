@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 __all__ = [
     "ENTRY_POINTS",
     "NO_AGENTS",
+    "find_sandbox_class",
     "image_sandboxes",
     "make_sandbox",
-    "sandbox_kind",
     "sandbox_problem",
 ]
 
@@ -39,7 +39,7 @@ NO_AGENTS = (
 
 
 @cache
-def sandbox_kind(name: str) -> type[Sandbox]:
+def find_sandbox_class(name: str) -> type[Sandbox]:
     """Return the class of the sandbox with this name. Raises `SandboxError`.
 
     Imports no module but that of the sandbox.
@@ -58,24 +58,24 @@ def sandbox_kind(name: str) -> type[Sandbox]:
             f"--sandbox: unknown sandbox {name!r}{hint}; known: {', '.join(known)}, and those of "
             f"packages that you install (entry points {ENTRY_POINTS})"
         )
-    places = {f"{entry.value} of {_distribution(entry)}": entry for entry in matching}
-    if len(places) > 1:
+    offers = {f"{entry.value} of {_distribution(entry)}": entry for entry in matching}
+    if len(offers) > 1:
         raise SandboxError(
-            f"sandbox {name}: several packages offer it: {', '.join(places)}; uninstall all but one"
+            f"sandbox {name}: several packages offer it: {', '.join(offers)}; uninstall all but one"
         )
-    [(place, entry)] = places.items()
+    [(offer, entry)] = offers.items()
     try:
         loaded = entry.load()
     except (Exception, SystemExit) as error:  # a package may do anything when imported
         raise SandboxError(
-            f"sandbox {name}: cannot load {place}: {type(error).__name__}: {error}"
+            f"sandbox {name}: cannot load {offer}: {type(error).__name__}: {error}"
         ) from error
     if not (isinstance(loaded, type) and issubclass(loaded, Sandbox)):
-        raise SandboxError(f"sandbox {name}: {place} is no subclass of `Sandbox`")
-    if left := ", ".join(sorted(loaded.__abstractmethods__)):
-        raise SandboxError(f"sandbox {name}: {place} does not define {left}")
+        raise SandboxError(f"sandbox {name}: {offer} is no subclass of `Sandbox`")
+    if missing := ", ".join(sorted(loaded.__abstractmethods__)):
+        raise SandboxError(f"sandbox {name}: {offer} does not define {missing}")
     if getattr(loaded, "name", None) != name:
-        raise SandboxError(f"sandbox {name}: {place} has another `name`")
+        raise SandboxError(f"sandbox {name}: {offer} has another `name`")
     return loaded
 
 
@@ -89,18 +89,18 @@ def image_sandboxes(name: str, settings: SandboxSettings, run_dir: Path) -> Imag
     Imports no module but that of the sandbox. Raises `SandboxError` for an unknown name.
     """
     if name not in SANDBOXES:
-        sandbox_kind(name)
+        find_sandbox_class(name)  # raises for an unknown name
         return None
-    if (place := SANDBOXES[name].images) is None:
+    if (class_path := SANDBOXES[name].images) is None:
         return None
-    kind: type[ImageSandboxes] = resolve_name(place)
+    kind: type[ImageSandboxes] = resolve_name(class_path)
     return kind(settings, run_dir)
 
 
 def sandbox_problem(name: str, settings: SandboxSettings | None = None) -> str | None:
     """Return None if the sandbox works here, else one sentence that says what to do."""
     try:
-        return sandbox_kind(name).problem(settings or SandboxSettings())
+        return find_sandbox_class(name).problem(settings or SandboxSettings())
     except SandboxError as error:
         return str(error)
 
@@ -114,7 +114,7 @@ def make_sandbox(
     extras: Extras | None = None,
 ) -> Sandbox:
     """Return a sandbox around `workspace`; raises `SandboxError` if it does not work here."""
-    kind = sandbox_kind(name)
+    kind = find_sandbox_class(name)
     if extras is not None and not kind.takes_extras:
         raise SandboxError(f"sandbox {name}: {NO_AGENTS}")
     return kind.create(workspace, limits, settings or SandboxSettings(), extras)

@@ -86,7 +86,7 @@ class ForkedProcess:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
-                    await until_ready(self._handle)
+                    await wait_until_ready(self._handle)
         finally:
             if not self._has_ended(0):
                 self._kill()
@@ -113,7 +113,7 @@ class ForkedProcess:
         return int(info.partition("\nPid:")[2].split()[0])
 
 
-async def until_ready(fd: int, *, for_writing: bool = False) -> None:
+async def wait_until_ready(fd: int, *, for_writing: bool = False) -> None:
     """Wait until there is something to read from a descriptor, or room to write."""
     loop = asyncio.get_running_loop()
     ready = loop.create_future()

@@ -47,7 +47,7 @@ from toolsets.workspace.workspace import HOME, OPAQUE, TEMPORARY, Workspace
 Layering = Literal["overlay", "copy"]
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_SHOWN = "/shown"
+_EXTRA_FILES_ROOT = "/shown"
 """The directory in which a fork server has the files of the machine that its sandboxes see."""
 _MAX_MARKED = 20_000
 """Maximum number of files of a layer that are marked; a comparison takes not much longer."""
@@ -61,7 +61,7 @@ class BwrapImages(ImageSandboxes):
     """Sandboxes in the images of a directory; see `ImageSandboxes`."""
 
     def __init__(self, settings: SandboxSettings, run_dir: Path) -> None:
-        """Without `settings.images` only `problem` may be called."""
+        """Keep the settings. Without `settings.images` only `problem` may be called."""
         self._pulls = settings.pull == "missing"
         self._image_store = (
             None if settings.images is None else ImageStore(settings.images, is_filled=self._pulls)
@@ -216,7 +216,7 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
         # An entrypoint changes files at its start, for each conversation.
         return not self.entrypoint and self._layering == "overlay"
 
-    def begin_above(self, base: str) -> bool:
+    def begin_from_base(self, base: str) -> bool:
         """See `ImageSandbox`."""
         self._workspace.make()
         return use_base(self._workspace.root, base)
@@ -285,7 +285,9 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
             key=("bwrap-image", layers, images, network, shown),
             is_confined=True,
             is_tried=False,  # `overlay_problem` has tried it
-            launch=lambda argv, stack: _launch(argv, stack, network, layers, images, shown),
+            launch=lambda argv, stack: _launch(
+                argv, stack, network=network, layers=layers, images=images, shown=shown
+            ),
             request={
                 "env": self._env,
                 "workspace": self._workspace.root.name,
@@ -299,7 +301,7 @@ class BwrapImageSandbox(BwrapSandbox, ImageSandbox):
                     "uid": self._user.uid,
                     "gid": self._user.gid,
                     "shown": {
-                        at: f"{HOME}/{Path(path).name}" if at in own else f"{_SHOWN}{at}"
+                        at: f"{HOME}/{Path(path).name}" if at in own else f"{_EXTRA_FILES_ROOT}{at}"
                         for at, path in binds.items()
                     },
                 },
@@ -366,9 +368,9 @@ def overlay_problem(layers: Path, images: Path) -> str | None:
             probe = _launch(
                 ["python3", "-I", "-S", "-c", BOOT, "0", tree.name, layer.name],
                 stack,
-                False,
-                layers,
-                images,
+                network=False,
+                layers=layers,
+                images=images,
             )
             done = subprocess.run(
                 probe.argv,
@@ -391,6 +393,7 @@ def overlay_problem(layers: Path, images: Path) -> str | None:
 def _launch(
     argv: Sequence[str],
     stack: ExitStack,
+    *,
     network: bool,
     layers: Path,
     images: Path,
@@ -398,7 +401,7 @@ def _launch(
 ) -> Launch:
     options = [*FORK_SERVER, "--dir", "/tmp", "--ro-bind", str(images), "/images"]
     for at, path in shown:
-        options += ["--ro-bind", path, f"{_SHOWN}{at}"]
+        options += ["--ro-bind", path, f"{_EXTRA_FILES_ROOT}{at}"]
     for name in _CAPABILITIES:
         options += ["--cap-add", f"CAP_{name}"]
     return launch(argv, stack, network, options, str(layers))

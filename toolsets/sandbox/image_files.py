@@ -46,7 +46,7 @@ class ImageSandbox(Sandbox):
     memory_dir: str | None = None
     """A directory inside whose files are in memory and belong to this sandbox; None without one."""
     shares_bases = False
-    """Whether conversations can begin above a common base; see `begin_above`."""
+    """Whether conversations can begin above a common base; see `begin_from_base`."""
     user_home: str | None
     """HOME of the user that runs commands; None if only the engine knows it."""
 
@@ -72,7 +72,7 @@ class ImageSandbox(Sandbox):
     def discard(self) -> None:
         """Remove the changes; the sandbox must have been stopped."""
 
-    def begin_above(self, base: str) -> bool:
+    def begin_from_base(self, base: str) -> bool:
         """Begin above a base that `save_base` made; call it before the first command.
 
         Returns False if there is no such base.

@@ -41,7 +41,7 @@ class LostBatch:
     upload: str
     """The result of `Batches.upload`."""
     ids: frozenset[str]
-    """The ids of its items."""
+    """The ids of the items in the batch."""
     sent_at: float
     """Epoch seconds at which the creation was sent."""
 

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 _SESSION = "session_headers"
 """The name used here for all headers with the id of a conversation: they are refused together."""
 
-_OPTION_OF: Mapping[str, str] = {
+_OPTION_BY_FIELD: Mapping[str, str] = {
     # First: if it cannot be combined with the temperature, the temperature stays.
     "top_p": "top_p",
     "temperature": "temperature",
@@ -98,7 +98,7 @@ def _refusal_pattern(field: str) -> re.Pattern[str]:
 
 
 _FIELDS_IN_TEXTS = tuple(
-    field for field in _OPTION_OF if field not in ("reasoning", _REASONING, _SESSION)
+    field for field in _OPTION_BY_FIELD if field not in ("reasoning", _REASONING, _SESSION)
 )
 """Fields that are looked for in the text of an error.
 
@@ -184,7 +184,7 @@ class UnsupportedOptions:
             return
         self._refused |= {field}
         now = remove_options(self._settings, self._refused)
-        option = _OPTION_OF[field]
+        option = _OPTION_BY_FIELD[field]
         what = f"--{option}={getattr(self._settings, option)}"
         instead = f"with {now.max_tokens_name}" if getattr(now, option) else "without it"
         if option == "stream_options":
@@ -225,7 +225,7 @@ def refused_field(error: ModelError) -> str | None:
     if _MISSES_REASONING.search(str(error)):
         return _REASONING
     if error.param:
-        is_meant = error.param in _OPTION_OF and (
+        is_meant = error.param in _OPTION_BY_FIELD and (
             error.code in _CODES or _is_refused_in(error.param, str(error))
         )
         return error.param if is_meant else None
@@ -238,7 +238,7 @@ def _is_refused_in(field: str, text: str) -> bool:
 
 def _is_removable(field: str, settings: ModelSettings) -> bool:
     """Whether the field is in the request only because of an option, which can be left out."""
-    option = _OPTION_OF[field]
+    option = _OPTION_BY_FIELD[field]
     if field == _SESSION:
         return bool(settings.session_headers)
     if field == "prompt_cache_key":
@@ -257,7 +257,7 @@ def remove_options(settings: ModelSettings, refused: frozenset[str]) -> ModelSet
     """Remove the options behind `refused`; a limit on tokens is first sent by its other name."""
     if not refused:
         return settings
-    changes: dict[str, Any] = {_OPTION_OF[field]: _INSTEAD.get(field) for field in refused}
+    changes: dict[str, Any] = {_OPTION_BY_FIELD[field]: _INSTEAD.get(field) for field in refused}
     limits = refused & _CHAT_BOUNDS
     if settings.api == "openai_chat" and len(limits) == 1:
         (other,) = _CHAT_BOUNDS - limits

@@ -38,10 +38,10 @@ class Fleet:
         self._transports = transports
         self._replicas = Replicas(urls, share=share)
         # Each process keeps to its share of the limits, so the processes need not talk.
-        slots = None if in_flight is None else max(1, in_flight // share.of)
+        slots = None if in_flight is None else max(1, in_flight // share.processes)
         self._slots = [None if slots is None else asyncio.Semaphore(slots) for _ in urls]
         rpm = replication.rpm
-        self._paces = [_Pace(rpm and rpm / share.of) for _ in urls]
+        self._paces = [_Pace(rpm and rpm / share.processes) for _ in urls]
         self._in_flight: list[set[asyncio.Timeout]] = [set() for _ in urls]
         self._checks: set[asyncio.Task[None]] = set()
         self._checking: set[int] = set()
@@ -128,7 +128,7 @@ class Fleet:
             scopes.discard(scope)
 
     async def _wait_for_first_checks(self) -> None:
-        """Before the first call: wait until it is known which replicas are up."""
+        """Wait, before the first call, until it is known which replicas are up."""
         if self._is_known.is_set():
             return
         if self._watcher is None:

@@ -27,21 +27,21 @@ class ModelPool:
         *,
         key_of: KeyOf,
         on_retry: OnRetry,
-        gate_of: Callable[[ModelSettings], CallAdmission | None] = lambda settings: None,
+        admission_of: Callable[[ModelSettings], CallAdmission | None] = lambda settings: None,
         say: Callable[[str], None] | None = None,
         share: Share | None = None,
     ) -> None:
         """Open no model yet.
 
-        `key_of` gives the API key for a model's endpoint, and `gate_of` the admission of its calls
-        (None: they need not wait). `on_retry` gets every failure after which a call is repeated.
-        See `open_model` for `say` and `share`.
+        `key_of` gives the API key for a model's endpoint, and `admission_of` the admission of its
+        calls (None: they need not wait). `on_retry` gets every failure after which a call is
+        repeated. See `open_model` for `say` and `share`.
         """
         self._say, self._share = say, share
         self._fleets: dict[str, Fleet] = {}
         self._key_of = key_of
         self._on_retry = on_retry
-        self._gate_of = gate_of
+        self._admission_of = admission_of
         self._open: dict[ModelSettings, RetryingModel] = {}
 
     def get(self, settings: ModelSettings) -> RetryingModel:
@@ -53,7 +53,7 @@ class ModelPool:
                 settings,
                 api_key=self._key_of(settings),
                 on_retry=lambda retry: self._on_retry(settings, retry),
-                gate=self._gate_of(settings),
+                gate=self._admission_of(settings),
                 say=self._say,
                 share=self._share,
                 fleets=self._fleets,

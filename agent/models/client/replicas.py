@@ -67,14 +67,14 @@ class _Replica:
     url: str
     state: State = "up"
     live: int = 0
-    """The number of its conversations that count as load."""
+    """The number of conversations at this replica that count as load."""
     failures: int = 0
     """Calls that failed in a row."""
     failing_since: float = 0.0
     is_unwell: bool = False
     """The last health check had a status of `UNWELL`."""
     failed_checks: int = 0
-    """Health checks that failed since it was up."""
+    """Health checks that failed since the replica was up."""
     silent_since: float | None = None
     """The time of the first unanswered check; None if the last check was answered."""
     check_at: float = 0.0
@@ -161,7 +161,7 @@ class Replicas:
         if error is None:
             replica.failures = 0
             if not replica.is_unwell:
-                self._mark_up(replica)
+                self._mark_reachable(replica)
             return False
         if not is_replica_failure(error):
             return False
@@ -190,13 +190,13 @@ class Replicas:
             # A busy server may just be late.
             replica.state, replica.check_at = "draining", self._now() + _FIRST_CHECK_S
         elif status in (None, GONE):
-            self._mark_down(replica)
+            self._mark_unreachable(replica)
         elif not replica.is_unwell:
             if replica.state == "down":
                 replica.failures = 0
-            self._mark_up(replica)
+            self._mark_reachable(replica)
         elif replica.failures or replica.state == "down":
-            self._mark_down(replica)
+            self._mark_unreachable(replica)
         else:
             replica.state = "draining"
 
@@ -272,10 +272,10 @@ class Replicas:
                 break
             del self._assignments[conversation]
 
-    def _mark_up(self, replica: _Replica) -> None:
+    def _mark_reachable(self, replica: _Replica) -> None:
         replica.state, replica.failed_checks = "up", 0
 
-    def _mark_down(self, replica: _Replica) -> None:
+    def _mark_unreachable(self, replica: _Replica) -> None:
         pause_s = min(_FIRST_CHECK_S * 2 ** min(replica.failed_checks, 10), _LAST_CHECK_S)
         replica.state, replica.failed_checks = "down", replica.failed_checks + 1
         replica.check_at = self._now() + pause_s

@@ -81,7 +81,7 @@ class RetryingModel:
         """
         self._adapter = adapter
         self._key = Key(api_key)
-        self._key_source = settings.source_of(api_key)
+        self._key_source = settings.describe_key_source(api_key)
         self._answered_at = -math.inf
         self._usual_endings: set[str] = set()
         self._on_retry = on_retry

@@ -284,7 +284,7 @@ class Transport:
             )
         has_begun = was_passed_on = False
 
-        def pass_on(raw: bytes, data: str | None) -> bool:
+        def relay_event(raw: bytes, data: str | None) -> bool:
             nonlocal has_begun, was_passed_on
             if has_begun or data is not None:  # after a comment alone the call can be repeated
                 has_begun = True
@@ -296,7 +296,7 @@ class Transport:
                 prepared,
                 settings,
                 assembly,
-                pass_on,
+                relay_event,
                 unasked=request.unasked,
                 conversation=request.conversation,
             )
@@ -502,7 +502,7 @@ class Transport:
         if is_unresolved:
             message = f"its name cannot be resolved ({message})"
         if self._proxy and isinstance(error, _PROXY_UNREACHED):
-            message = f"{self._proxy.description}: {message}. Correct it, {self._proxy.instead}"
+            message = f"{self._proxy.description}: {message}. Correct it, {self._proxy.alternative}"
         elif self._proxy:
             message += f" (by way of {self._proxy.description})"
         return ModelError(

@@ -32,7 +32,7 @@ class Assembly(Protocol):
     has_reason: bool
     """The parts so far say why the reply ended; only token counts may follow."""
     is_over: bool
-    """The stream has announced its end."""
+    """Whether the stream has announced its end."""
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Take the next part, which may also be a whole reply."""
@@ -158,7 +158,7 @@ def read_reply(api: str, body: bytes) -> Completion:
             error = _explain(error, body)
         with suppress(ModelError):
             reply = load_object(body)
-            error.paid = _paid(dialect, reply)
+            error.paid = _read_cost(dialect, reply)
             error.had_begun = error.kind == "overloaded" or any(map(reply.get, _OUTPUTS))
         raise error from None
 
@@ -174,7 +174,7 @@ def is_usable(api: str, body: bytes) -> bool:
 def read_paid(api: str, body: bytes) -> Completion | None:
     """Read the cost of a reply that cannot be used; None if its body has no token counts."""
     with suppress(ModelError):
-        return _paid(get_dialect(api), load_object(body))
+        return _read_cost(get_dialect(api), load_object(body))
     return None
 
 
@@ -195,7 +195,7 @@ _OUTPUTS = ("choices", "content", "output", "candidates")
 """The fields in which APIs put the output of the model."""
 
 
-def _paid(dialect: Dialect, reply: Mapping[str, Any]) -> Completion | None:
+def _read_cost(dialect: Dialect, reply: Mapping[str, Any]) -> Completion | None:
     """Read a reply without its text, for its cost; None if its body has no token counts."""
     usage = dialect.usage(reply)
     if usage is None or not (usage["input_tokens"] or usage["output_tokens"]):

@@ -386,7 +386,7 @@ class _Call:
         self.id = ""
         self.name = ""
         self.is_named = False
-        """A part had a name for it, perhaps an empty one, since models write such calls, too."""
+        """Whether a part had a name for the call; it may be empty, as models write such calls."""
         self.arguments: list[str] = []
         self.unknown: dict[str, Any] = {}
         self.unknown_of_function: dict[str, Any] = {}

@@ -430,7 +430,7 @@ class AcceptedThoughts(NamedTuple):
     stored: bool = False
     """The endpoint accepts all thoughts: it stores replies and finds thoughts by their ids."""
     readable: bool = True
-    """The endpoint accepts thoughts whose text it sent (`content`): vLLM does, OpenAI does not."""
+    """Whether the endpoint accepts thoughts whose text it sent (`content`), as vLLM does."""
 
 
 _USUALLY_ACCEPTED = AcceptedThoughts()

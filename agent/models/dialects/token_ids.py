@@ -2,8 +2,8 @@
 
 vLLM has `prompt_token_ids` in the reply, or in the first part of a stream, and `token_ids` in the
 choice. SGLang has both in the choice, the reply's as `meta_info.output_token_logprobs`, and refuses
-them in streams: there a stream for another program is asked for in one piece. Other servers have at
-most log-probabilities, beside the texts of the tokens.
+them in streams: a stream that another program asks SGLang for is requested in one piece. Other
+servers have at most log-probabilities, beside the texts of the tokens.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ FIELDS = (
 )
 """All fields of a request that ask for token ids or log-probabilities."""
 
-_ASK_FOR_IDS = ("return_token_ids", "return_meta_info", "return_prompt_token_ids")
+_ID_FIELDS = ("return_token_ids", "return_meta_info", "return_prompt_token_ids")
 
-_GIVEN_FOR = {
+_ASKING_FIELDS = {
     "prompt_token_ids": ("return_token_ids", "return_prompt_token_ids"),
     "token_ids": ("return_token_ids",),
     "meta_info": ("return_meta_info",),
@@ -47,16 +47,16 @@ _GIVEN_FOR = {
 }
 """Fields of replies, each with the fields of requests that ask for it."""
 
-_TEXTS: defaultdict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+_TOKEN_TEXTS: defaultdict[tuple[str, str], dict[int, str]] = defaultdict(dict)
 """Texts of tokens by id, for each (endpoint, model); never larger than the vocabularies."""
 
 _TOKEN_FIELDS = frozenset({"token", "logprob", "bytes", "top_logprobs"})
-
+"""The fields of a token in the `logprobs` of a choice."""
 
 _SGLANG = "sglang"
 
 
-def _server(settings: ModelSettings) -> str:
+def _server_kind(settings: ModelSettings) -> str:
     return settings.reference.partition(":")[0]
 
 
@@ -65,7 +65,7 @@ def request_fields(settings: ModelSettings, *, streams: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 0}
     if find_provider(settings.base_url or "") is not None:
         return fields
-    server = _server(settings)
+    server = _server_kind(settings)
     if server != _SGLANG:
         fields["return_token_ids"] = True
     if server != "vllm" and not streams:
@@ -95,12 +95,12 @@ def _trim(message: Mapping[str, Any]) -> str | None:
 
 def asks_for_ids(body: Mapping[str, Any]) -> bool:
     """Whether the body of a request asks for token ids."""
-    return any(body.get(name) for name in _ASK_FOR_IDS)
+    return any(body.get(name) for name in _ID_FIELDS)
 
 
 def add_token_request(settings: ModelSettings, body: Mapping[str, Any]) -> dict[str, Any]:
     """Make the body of another program's request ask for tokens; fields that it has win."""
-    streams = bool(body.get("stream")) and _server(settings) != _SGLANG
+    streams = bool(body.get("stream")) and _server_kind(settings) != _SGLANG
     fields = request_fields(settings, streams=streams)
     missing = {name: value for name, value in fields.items() if not body.get(name)}
     asking = {**body, **missing, "messages": trim_messages(body["messages"])}
@@ -111,7 +111,7 @@ def add_token_request(settings: ModelSettings, body: Mapping[str, Any]) -> dict[
 
 def remove_tokens(reply: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
     """Remove the tokens that `request` did not ask for from the body of a reply."""
-    hidden = {field for field, asks in _GIVEN_FOR.items() if not any(map(request.get, asks))}
+    hidden = {field for field, asks in _ASKING_FIELDS.items() if not any(map(request.get, asks))}
     fields = {key: value for key, value in reply.items() if key not in hidden}
     if isinstance(choices := reply.get("choices"), list):
         fields["choices"] = [
@@ -124,13 +124,13 @@ def remove_tokens(reply: Mapping[str, Any], request: Mapping[str, Any]) -> dict[
 
 
 def remove_tokens_from_event(event: bytes, data: str, request: Mapping[str, Any]) -> bytes:
-    """Remove the tokens that `request` did not ask for from an event of a stream with `data`."""
-    if not any(f'"{field}"' in data for field in _GIVEN_FOR):
+    """Remove the tokens that `request` did not ask for from an event with the text `data`."""
+    if not any(f'"{field}"' in data for field in _ASKING_FIELDS):
         return event
     part = exact_json.loads_part(data)
-    if not isinstance(part, dict) or (kept := remove_tokens(part, request)) == part:
+    if not isinstance(part, dict) or (rest := remove_tokens(part, request)) == part:
         return event
-    return b"data: " + json.dumps(kept).encode() + b"\n\n"  # halves of emojis stay escaped
+    return b"data: " + json.dumps(rest).encode() + b"\n\n"  # halves of emojis stay escaped
 
 
 def take_tokens(
@@ -149,18 +149,18 @@ def take_tokens(
     ids = _take_ids(choice, "token_ids", sampled.completion)
     if sampled.completion is None:
         sampled = sampled._replace(completion=ids)
-    texts = _TEXTS[settings.endpoint, settings.name]
+    texts = _TOKEN_TEXTS[settings.endpoint, settings.name]
     sampled = _take_logprobs(choice, sampled, texts)._replace(prompt=prompt)
     if sampled == SampledTokens():
         return completion
     rest = {**extra, "reply": reply, "choice": choice}
-    packed = {place: fields for place, fields in rest.items() if fields}
+    remaining = {place: fields for place, fields in rest.items() if fields}
     return replace(
         completion,
         tokens=sampled,
         token_texts=texts,
         sampling=None if request is None else sampling_fields(request),
-        extra=packed or None,
+        extra=remaining or None,
     )
 
 
@@ -205,7 +205,7 @@ def _take_meta_info(choice: dict[str, Any]) -> SampledTokens:
 def _take_logprobs(
     choice: dict[str, Any], sampled: SampledTokens, texts: dict[int, str]
 ) -> SampledTokens:
-    """Copy the choice's `logprobs` to `sampled`; they are removed if that holds all their data.
+    """Copy the choice's `logprobs` to `sampled`; remove them if nothing in them would be lost.
 
     Texts of tokens that have ids are added to `texts`.
     """
@@ -218,22 +218,22 @@ def _take_logprobs(
     try:
         packed = pack_logprobs([token["logprob"] for token in content])
         token_texts = [token["token"] for token in content]
-        is_all = all(_is_held(token, has_ids=ids is not None) for token in content)
+        is_lossless = all(_packs_without_loss(token, has_ids=ids is not None) for token in content)
     except (struct.error, OverflowError, TypeError, AttributeError, LookupError):
         return sampled
-    has_others = ids is not None and len(ids) != len(packed)
-    if has_others or sampled.logprobs not in (None, packed):
+    has_other_tokens = ids is not None and len(ids) != len(packed)
+    if has_other_tokens or sampled.logprobs not in (None, packed):
         return sampled
     if not all(isinstance(text, str) for text in token_texts):
         return sampled
-    if is_all:
+    if is_lossless:
         del choice["logprobs"]
     if ids is not None:
         texts.update(zip(unpack_ids(ids), token_texts, strict=True))
     return sampled._replace(logprobs=packed, texts=token_texts if ids is None else None)
 
 
-def _is_held(token: Mapping[str, Any], *, has_ids: bool) -> bool:
+def _packs_without_loss(token: Mapping[str, Any], *, has_ids: bool) -> bool:
     """Whether an entry has no more data than a log-probability and an id or a text."""
     if not token.keys() <= _TOKEN_FIELDS or token.get("top_logprobs"):
         return False

@@ -78,7 +78,7 @@ class RunBudget:
         self.budget = budget
         self._log = budget_log
         self._shared = shared
-        spent = _limited(spent, budget)
+        spent = _limited_part(spent, budget)
         self._left = (budget or Cost()) - spent
         if shared is not None:
             spent = shared.join(spent)
@@ -332,7 +332,7 @@ def _event_cost(event: Event) -> Cost:
     return Cost(reply["cost_usd"] or 0.0, tokens)
 
 
-def _limited(spent: Cost, budget: Cost | None) -> Cost:
+def _limited_part(spent: Cost, budget: Cost | None) -> Cost:
     """The part of `spent` that the budget limits: dollars, tokens or both."""
     if budget is None:
         return Cost()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-_CUT = 0.85
+_CUT_FACTOR = 0.85
 """A refusal multiplies the limit by this."""
 
-_NEAR = 0.95
+_NEAR_REFUSAL_SHARE = 0.95
 """Share of the limit at the last refusal from which on the limit grows slowly."""
 
 _SLOW_GROWTH = 0.3
@@ -23,12 +23,12 @@ thirty by chance hardly ever gets there; one that is full soon passes it."""
 
 _WITHOUT_EFFECT = 0.75
 """Part of the refused share: a cut had no effect if so much is left after it. A full endpoint
-that refuses fewer than `_MOST_BY_CHANCE` never leaves so much."""
+that refuses fewer than `_MAX_CHANCE_SHARE` never leaves so much."""
 
-_MOST_BY_CHANCE = 0.25
+_MAX_CHANCE_SHARE = 0.25
 
 _SOON_ROUNDS = 3
-"""Only the first calls after a cut show its effect: later the limit has grown again."""
+"""Rounds of calls after a cut that show its effect; later the limit has grown again."""
 
 _FLOOR = 4
 _SURE_REFUSALS = 8
@@ -108,7 +108,7 @@ class Limiter:
             return
         if not self.is_probed:
             growth = float(count)
-        elif self._limit < self._refused_at * _NEAR:
+        elif self._limit < self._refused_at * _NEAR_REFUSAL_SHARE:
             growth = count / self._limit
         else:
             growth = _SLOW_GROWTH * count / self._limit
@@ -144,7 +144,7 @@ class Limiter:
             return
         share, before = self._refused / calls, self._share_at_cut
         is_soon = self._answered and calls < _SOON_ROUNDS * self._limit
-        if is_soon and max(share, before) < _MOST_BY_CHANCE and share >= before * _WITHOUT_EFFECT:
+        if is_soon and max(share, before) < _MAX_CHANCE_SHARE and share >= before * _WITHOUT_EFFECT:
             self._by_chance = share
             return
         is_load = self._refused >= self._answered + _SURE_REFUSALS
@@ -154,7 +154,7 @@ class Limiter:
             self._share_at_cut = self._recent.share
             self._cut_at = now
             self._refused_at = self._limit
-            self._limit = max(lowest, self._limit * _CUT)
+            self._limit = max(lowest, self._limit * _CUT_FACTOR)
             self._answered = self._refused = 0
 
     def on_failures(self, count: int) -> None:

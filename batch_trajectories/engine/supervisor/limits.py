@@ -182,7 +182,7 @@ class _SharedLimit:
     def on_load(self, worker: WorkerHandle, load: Load) -> None:
         share = self._shares.setdefault(worker, _Share())
         share.in_flight, share.waiting = load.in_flight, load.waiting
-        if load.told == share.messages:
+        if load.limits_number == share.messages:
             share.max_permits = share.permits
         in_flight = sum(each.in_flight for each in self._shares.values())
         self._in_flight_max = max(self._in_flight_max, in_flight)
@@ -203,7 +203,7 @@ class _SharedLimit:
         shares = [self._shares.setdefault(worker, _Share()) for worker in ready]
         demands = [share.in_flight + share.waiting for share in shares]
         limit = 0 if self.is_paused else self.limiter.limit
-        parts = share_out(limit, demands, turn=int(time.monotonic() / _TURN_S))
+        parts = divide_calls(limit, demands, turn=int(time.monotonic() / _TURN_S))
         sent = [(share.permits, share.cool_down_until, share.rates) for share in shares]
         rates = (1.0, None) if self._shared is None else self._shared.share
         for share, wanted in zip(shares, parts, strict=True):
@@ -262,7 +262,7 @@ class _SharedLimit:
         }
 
 
-def share_out(limit: int, demands: Sequence[int], *, turn: int = 0) -> list[int]:
+def divide_calls(limit: int, demands: Sequence[int], *, turn: int = 0) -> list[int]:
     """Divide `limit` calls among workers that want `demands` calls in flight.
 
     No worker gets more than it wants while another wants more. The rest is divided, too, so

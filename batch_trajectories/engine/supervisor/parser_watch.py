@@ -15,7 +15,7 @@ from batch_trajectories.engine.parser_signs import WARNING_OF_THOUGHT, ParserSig
 
 log = logging.getLogger(__name__)
 
-_ENOUGH = 10
+_MIN_CONVERSATIONS = 10
 """Number of conversations without a readable reply that are no accident any more."""
 
 
@@ -127,4 +127,4 @@ def _is_told(count: int) -> bool:
 
 
 def _are_most(count: int, ended: int) -> bool:
-    return count >= _ENOUGH and 2 * count >= ended
+    return count >= _MIN_CONVERSATIONS and 2 * count >= ended

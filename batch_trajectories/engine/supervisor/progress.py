@@ -39,10 +39,10 @@ PROGRESS_FILE = "progress.json"
 _DRAW_EVERY_S = 0.25
 _WRITE_EVERY_S = 1.0
 _RATE_OVER_S = 30.0
-_MESSAGES_KEPT = 8
+_MAX_MESSAGES = 8
 _EARLIER = "in earlier starts"
 """Counted as a class: tasks that failed in earlier starts and are not retried."""
-_FAILURES_SHOWN = 20
+_MAX_SHOWN_FAILURES = 20
 
 
 class _Work(NamedTuple):
@@ -85,7 +85,7 @@ class Progress:
         self._started_at = self._shown_at = self._written_at = time.monotonic()
         self._past: deque[_Work] = deque([_Work(self._started_at, 0, 0, 0)])
         self._file = None if run_dir is None else run_dir / PROGRESS_FILE
-        self._messages: deque[str] = deque(maxlen=_MESSAGES_KEPT)
+        self._messages: deque[str] = deque(maxlen=_MAX_MESSAGES)
         self._failures_told = 0
         self._tell = tell
         self.steered: dict[str, Any] | None = None
@@ -103,7 +103,7 @@ class Progress:
             mininterval=_DRAW_EVERY_S,
         )
 
-    def task_ended(
+    def count_ended_task(
         self, *, failure: str | None, passed: bool | None = None, opened: int = 0
     ) -> None:
         """A task has ended in this start; `failure` is its failure class, if it failed.
@@ -120,7 +120,7 @@ class Progress:
             self._failed[failure] += 1
         self._move(1)
 
-    def found_ended(
+    def count_earlier_tasks(
         self,
         *,
         done: int,
@@ -140,7 +140,7 @@ class Progress:
             self._failed[_EARLIER] += failed
         self._move(done + failed)
 
-    def task_retried(self, failure: str) -> None:
+    def count_retried_task(self, failure: str) -> None:
         """A task that failed in this start, with this failure class, is queued again."""
         self._ended_now -= 1
         self._checked[None] -= 1
@@ -167,15 +167,15 @@ class Progress:
             self._messages.append(message)
         self._say(message)
 
-    def say_failed(self, failure: Failure) -> None:
+    def show_failure(self, failure: Failure) -> None:
         """Show only the first failures: a run may have thousands, and failures.jsonl has all."""
         self._failures_told += 1
-        if self._failures_told <= _FAILURES_SHOWN:
+        if self._failures_told <= _MAX_SHOWN_FAILURES:
             self.say(
                 f"{failure.id}: attempt {failure.attempt} failed ({failure.error_class}): "
                 f"{single_line(failure.message)}"
             )
-        if self._failures_told == _FAILURES_SHOWN and self._file is not None:
+        if self._failures_told == _MAX_SHOWN_FAILURES and self._file is not None:
             self.say(f"further failures: {self._file.with_name(FAILURES_FILE)}")
 
     def show(self, running: int, limit: str, *, pause_s: float = 0.0) -> None:
@@ -203,9 +203,9 @@ class Progress:
                 line = describe(state, self._turns)
                 self._say(f"{self._ended}/{self._total} {self._tasks}: {line}")
 
-    def steer(self, steered: dict[str, Any]) -> None:
+    def set_steering(self, steering: dict[str, Any]) -> None:
         """Write what people have asked of the run with the next state, at once."""
-        self.steered = steered
+        self.steered = steering
         self._written_at = float("-inf")
 
     @property

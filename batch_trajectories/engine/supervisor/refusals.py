@@ -20,8 +20,8 @@ from batch_trajectories.engine.executor import WorkerHandle
 from batch_trajectories.engine.messages import FromWorker, TaskFailed, TaskFinished
 from batch_trajectories.records.failures import Failure
 
-_ENOUGH = 10
-"""After so many refusals no task is begun until all calls in flight have ended."""
+_MIN_REFUSALS = 10
+"""Number of refusals after which no task begins until all calls in flight have ended."""
 
 _REFUSALS = frozenset({"bad_request", "forbidden", "not_found", "overloaded"})
 """Failures by which an endpoint that answered before may refuse all further requests. Some say with
@@ -116,7 +116,7 @@ class Refusals:
     @property
     def has_enough(self) -> bool:
         """Whether to begin no more tasks until it is known if the endpoint answers."""
-        return len(self._held if not self._is_decided else self._alike) >= _ENOUGH
+        return len(self._held if not self._is_decided else self._alike) >= _MIN_REFUSALS
 
     def decide(self, *, is_last: bool) -> tuple[list[Refused], str | None]:
         """Return the messages to handle now, and the reason to stop the run instead, if there is
@@ -124,7 +124,7 @@ class Refusals:
 
         `is_last`: no call is in flight, and no further one is needed to judge.
         """
-        if self._is_decided and is_last and len(self._alike) >= _ENOUGH:
+        if self._is_decided and is_last and len(self._alike) >= _MIN_REFUSALS:
             reason, self._alike = self._describe_change(), []
             return [], reason
         if not self._is_decided and not (is_last and self._held):

@@ -273,7 +273,7 @@ def _show_ended(state: RunState, progress: Progress) -> None:
             f"{cost}",
             keep=False,
         )
-    progress.found_ended(
+    progress.count_earlier_tasks(
         done=state.done,
         failed=state.failed,
         passed=state.passed,

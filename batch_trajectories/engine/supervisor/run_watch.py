@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.config.stop_rules import LEAST, NEVER, parse_stop_rules
+from batch_trajectories.config.stop_rules import MIN_TASKS, NEVER, parse_stop_rules
 from batch_trajectories.engine.hopeless import (
     NO_REASON,
     EndingCounts,
@@ -19,9 +19,9 @@ from batch_trajectories.records.index import IndexFields
 log = logging.getLogger(__name__)
 
 WhyRejected = Callable[[bytes], str | None]
-"""From a stored record to the reason why it gives no training row; None if it gives one."""
+"""Returns the reason why a stored record gives no training row; None if it gives one."""
 
-_LOOK_AT_ALL = 2 * LEAST
+_LOOK_AT_ALL = 2 * MIN_TASKS
 _LOOK_AT_ONE_IN = 10
 """Later records are only sampled: making a row takes as long as some calls."""
 

@@ -1,4 +1,4 @@
-"""Carries out what people ask of a running run; see `engine.control`."""
+"""Carries out the requests that people make of a run in progress; see `engine.control`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from batch_trajectories.records.records import read_lines
 
 log = logging.getLogger(__name__)
 
-_ANSWERS = 50
-"""Answers kept in progress.json; whoever asks waits seconds for its own."""
+_MAX_ANSWERS = 50
+"""Maximum answers in progress.json, the latest ones; a command waits only seconds for its own."""
 
 
 class _Refused(ValueError):
@@ -41,56 +41,56 @@ class Steering:
         *,
         interrupt: Callable[[], None],
     ) -> None:
-        """`interrupt` stops the run in order."""
+        """Wait for requests; `interrupt` stops the run in order."""
         self._interrupt = interrupt
         self._path = start.run_dir.path / CONTROL_FILE
-        self._me = identify_process(read_json(start.run_dir.path / LOCK_FILE) or {})
+        self._process_id = identify_process(read_json(start.run_dir.path / LOCK_FILE) or {})
         self._start, self._pool, self._limits, self._budget = start, pool, limits, budget
-        self._read = 0
+        self._bytes_read = 0
         self._answers: dict[str, dict[str, Any]] = {}
         self._changed: dict[str, float] = {}
-        """The limits that were changed in this start, as they are now."""
+        """The present values of the limits that were changed in this start."""
         self.is_paused = False
         self.is_stopping = False
         """A person has stopped the run."""
 
-    def tend(self) -> None:
+    def carry_out_requests(self) -> None:
         """Carry out the requests made since the last call."""
         try:
             status = self._path.stat()
         except FileNotFoundError:
             return
-        if status.st_size == self._read or status.st_uid != os.geteuid():
+        if status.st_size == self._bytes_read or status.st_uid != os.geteuid():
             return
-        for offset, content in read_lines(self._path, self._read):
-            self._read = offset + len(content)
+        for offset, content in read_lines(self._path, self._bytes_read):
+            self._bytes_read = offset + len(content)
             try:
                 line = read_object(content)
             except DamagedLine as error:
                 log.warning("A line of %s cannot be read and is skipped: %s", self._path, error)
                 continue
-            if line.get("to") == self._me:
+            if line.get("to") == self._process_id:
                 self._answer(line)
 
     def _answer(self, line: Mapping[str, Any]) -> None:
         who, do = str(line.get("who")), str(line.get("do"))
         try:
-            text = self._do(do, line)
+            text = self._carry_out(do, line)
             is_refused = False
         except (_Refused, ValueError, RunError) as error:
             text, is_refused = str(error), True
         log.info("%s asked for `%s`. %s: %s", who, do, "Refused" if is_refused else "Done", text)
         if not is_refused:
-            # Of limits only the present ones are of interest later.
+            # A change of limits is no message to keep: progress.json has the present limits.
             self._start.progress.say(f"{text} (asked by {who})", keep=do != "limits")
-        self._answers[str(self._read)] = {"text": text, "refused": is_refused}
-        while len(self._answers) > _ANSWERS:
+        self._answers[str(self._bytes_read)] = {"text": text, "refused": is_refused}
+        while len(self._answers) > _MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
-        self._start.progress.steer(
+        self._start.progress.set_steering(
             {"is_paused": self.is_paused, "limits": self._changed, "answers": self._answers}
         )
 
-    def _do(self, do: str, line: Mapping[str, Any]) -> str:
+    def _carry_out(self, do: str, line: Mapping[str, Any]) -> str:
         match do:
             case "pause" | "resume":
                 self.is_paused = do == "pause"
@@ -148,7 +148,7 @@ class Steering:
             raise _Refused("no conversation has failed in this start that has an attempt left")
         self._start.inflight.add_living(failed)
         for failure in failed.values():
-            self._start.progress.task_retried(failure)
+            self._start.progress.count_retried_task(failure)
         return f"{plural(len(failed), 'failed conversation')} queued again"
 
     def _stop(self, id: str) -> str:

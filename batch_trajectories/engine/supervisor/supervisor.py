@@ -165,7 +165,7 @@ class Supervisor:
         Called after every message except `TaskFinished`: finished tasks are acknowledged
         together, after one sync.
         """
-        self._start.run_dir.check_is_there()
+        self._start.run_dir.check_exists_still()
         if (problem := self._start.run_dir.problem() or self._parsers.problem()) is not None:
             self._stop(problem)
         if self._watch is not None and self._watch.stop_reason and self._stop_reason is None:
@@ -269,29 +269,29 @@ class Supervisor:
         self._release(worker, task.key)
         if task.failure is not None:
             self._start.failures.append(task.failure)
-            self._progress.say_failed(task.failure)
+            self._progress.show_failure(task.failure)
         for image in task.images:
-            self._start.run_dir.keep_image(**image)
+            self._start.run_dir.record_image(**image)
         self._start.records.append(task.payload, task.fields)
         if self._watch is not None:
             self._watch.on_finished(task.fields, task.payload)
         if not (self._start.config.audit or self._start.config.checked_run):
             self._parsers.on_ended(task.signs)
         passed = task.fields.passed
-        opened = self._queue.ended(task.key, passed, task.fields.cost_usd)
+        opened = self._queue.queue_followers(task.key, passed, task.fields.cost_usd)
         failed = None if task.failure is None else task.failure.error_class
-        self._progress.task_ended(failure=failed, passed=passed, opened=opened)
+        self._progress.count_ended_task(failure=failed, passed=passed, opened=opened)
         self._finished.append((worker, task.key))
 
     def _on_failed(self, worker: WorkerHandle, task: TaskFailed) -> None:
         """Count a failed attempt of a task that has attempts left."""
-        self._queue.failed(task.key, task.failure.error_class, task.model)
+        self._queue.note_failure(task.key, task.failure.error_class, task.model)
         if self._watch is not None:
             self._watch.on_failed_attempt(task.failure.error_class)
         self._release(worker, task.key)
         self._start.failures.append(task.failure)
-        self._progress.task_ended(failure=task.failure.error_class)
-        self._progress.say_failed(task.failure)
+        self._progress.count_ended_task(failure=task.failure.error_class)
+        self._progress.show_failure(task.failure)
 
     def _release(self, worker: WorkerHandle, key: bytes) -> None:
         # A message that was held back is of a task that the worker gave up before.
@@ -336,7 +336,7 @@ class Supervisor:
             self._steering = Steering(
                 self._start, self._pool, self.limits, self.budget, interrupt=self.interrupt
             )
-        self._steering.tend()
+        self._steering.carry_out_requests()
 
     def _serve_batches(self) -> None:
         if self._batches is None or self._is_paused:
@@ -419,8 +419,8 @@ class Supervisor:
         self._start.records.add(record)
         self._start.records.sync()
         self._forget(key)
-        opened = self._queue.ended(key, None, record.cost_usd)
-        self._progress.task_ended(failure=failure.error_class, opened=opened)
+        opened = self._queue.queue_followers(key, None, record.cost_usd)
+        self._progress.count_ended_task(failure=failure.error_class, opened=opened)
 
     def _watch_workers(self) -> None:
         self._pool.kill_silent()

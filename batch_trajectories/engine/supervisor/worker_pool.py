@@ -89,7 +89,7 @@ class TaskQueue:
         """Queue a task again whose worker has died; `deaths` includes this death."""
         (self._suspects if self._is_suspect(task) else self._again).append(task)
 
-    def failed(self, key: bytes, failure: str, model: str | None) -> None:
+    def note_failure(self, key: bytes, failure: str, model: str | None) -> None:
         """Note that an attempt of a task has failed; the task has attempts left."""
         self.failed_now[key] = failure, model
 
@@ -105,7 +105,7 @@ class TaskQueue:
             self.failed_now[task.key] = "", model
         return failed
 
-    def ended(self, key: bytes, passed: bool | None, cost_usd: float | None) -> int:
+    def queue_followers(self, key: bytes, passed: bool | None, cost_usd: float | None) -> int:
         """Queue the samples that a prompt needs after the end of a task; return their number."""
         # They come before other prompts, so that few prompts are open at a time.
         opened = [] if self._opening is None else self._opening.end(key, passed, cost_usd)
@@ -209,7 +209,7 @@ class WorkerPool:
         self._numbers = itertools.count(first_number)
         self._checked_at = time.monotonic()
         self.conversations_per_worker = config.agents_per_worker
-        """How many conversations a worker may hold; people may change it while the run works."""
+        """Maximum conversations of a worker; people may change it while the run works."""
         self.inbox: Inbox = queue.SimpleQueue()
         self.workers: list[WorkerHandle] = []
 

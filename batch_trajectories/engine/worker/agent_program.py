@@ -16,7 +16,7 @@ from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import clip
 from batch_trajectories.config.run_config import RunConfig
 from toolsets.sandbox.base import ExecResult, Extras, Limits, SandboxError
-from toolsets.sandbox.factory import make_sandbox, sandbox_kind
+from toolsets.sandbox.factory import find_sandbox_class, make_sandbox
 from toolsets.sandbox.programs import inside_python
 from toolsets.workspace.workspace import Workspace
 
@@ -137,8 +137,8 @@ SOCKET_DIR = "/run/gateway"
 _SHARE = 0.8
 """Share of the free memory that agents may use."""
 VERSION_TIMEOUT_S = 180.0
-"""Some agents load for a minute where all cores are busy."""
-_SHOWN = 300
+"""Seconds for the version command; some agents load for a minute while all cores are busy."""
+_MAX_OUTPUT_CHARS = 300
 
 
 def check_agent_program(config: RunConfig) -> RunConfig:
@@ -154,7 +154,7 @@ def check_agent_program(config: RunConfig) -> RunConfig:
     agent = config.agent
     try:
         installed = find_agent_program(agent, config)
-        if installed.shims is not None and sandbox_kind(config.sandbox).is_isolated:
+        if installed.shims is not None and find_sandbox_class(config.sandbox).is_isolated:
             raise NotInstalled(
                 f"{agent.command[0]!r} or its interpreter is a script of a version manager in "
                 f"{installed.shims}, which does not work in the sandbox; install the agent in a "
@@ -227,7 +227,7 @@ def printed_version(agent: CommandAgent, result: ExecResult) -> str:
     version = re.search(r"\d+\.\d+[\w.+-]*", output)
     if version is None:
         how = "timed out" if result.timed_out else f"exit code {result.exit_code}"
-        printed = clip(f"{result.stdout}\n{result.stderr}".strip(), max_chars=_SHOWN)
+        printed = clip(f"{result.stdout}\n{result.stderr}".strip(), max_chars=_MAX_OUTPUT_CHARS)
         raise SandboxError(
             f"`{' '.join(agent.version_command)}` printed no version ({how}): "
             f"{printed or 'no output'}; set `version` of the agent to the command that does, or to "

@@ -170,7 +170,7 @@ class CallLimiter:
         self._not_after = float("inf") if rates_s is None else now + rates_s
         self._calls_pace.change(rpm, now=now)
         self._tokens_pace.change(tpm, now=now)
-        self._let_in()
+        self._admit_waiting()
 
     def stop(self) -> None:
         """Stop all calls that wait or come."""
@@ -194,7 +194,7 @@ class CallLimiter:
             return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((turn, tokens))
-        self._let_in()
+        self._admit_waiting()
         try:
             await turn
         except asyncio.CancelledError:
@@ -214,7 +214,7 @@ class CallLimiter:
 
     def _leave(self) -> None:
         self._in_flight -= 1
-        self._let_in()
+        self._admit_waiting()
 
     def _count_tokens(self, permit: CallPermit, completion: Completion) -> None:
         """Replace the estimate for a call by its real number of tokens."""
@@ -238,7 +238,7 @@ class CallLimiter:
         paces = (self._calls_pace.wait_s(now=now), self._tokens_pace.wait_s(now=now))
         return max(self._not_before - now, *paces, 0.0)
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         while self._waiting and not (wait_s := self._wait_s()):
             turn, tokens = self._waiting.popleft()
             if not turn.done():
@@ -248,7 +248,7 @@ class CallLimiter:
             self._timer.cancel()
             self._timer = None
         if self._waiting and wait_s < float("inf"):
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._let_in)
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._admit_waiting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ class CallPermit:
 
     gate: CallLimiter
     worst_case: Cost
-    """The amount reserved for it."""
+    """The amount reserved for the call."""
     tokens: float
     """Estimated number of tokens of the call."""
     sent_at: float

@@ -118,7 +118,7 @@ class Calls:
         self.pool = ModelPool(
             key_of=self._find_key,
             on_retry=on_retry,
-            gate_of=lambda settings: self._limiters[settings.endpoint],
+            admission_of=lambda settings: self._limiters[settings.endpoint],
             say=say,
             share=Share(workers, conversations),
         )
@@ -156,7 +156,7 @@ class Calls:
 
     @staticmethod
     def describe(error: ModelError) -> str:
-        """Why an endpoint stops the run, and what to check."""
+        """The reason why an endpoint stops the run, and what to check."""
         rule = RULES[error.kind]
         message = f"{error.endpoint}: {rule.meaning}: {str(error).rstrip('.')}."
         if error.kind in ("auth", "forbidden", "no_credit", "blocked"):
@@ -266,15 +266,17 @@ class StopSignal(Protocol):
 class StoppableModel:
     """Makes no call before earlier replies are on disk, or once the worker is stopping."""
 
-    def __init__(self, stops: StopSignal, model: Model, kept: WaitUntilPersisted) -> None:
+    def __init__(
+        self, stops: StopSignal, model: Model, wait_until_persisted: WaitUntilPersisted
+    ) -> None:
         self._stops = stops
         self._model = model
-        self._kept = kept
+        self._wait_until_persisted = wait_until_persisted
 
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`. Raises `Stopped`."""
-        if self._kept is not None:
-            await self._kept()
+        if self._wait_until_persisted is not None:
+            await self._wait_until_persisted()
         if self._stops.is_stopping:
             raise Stopped
         return await self._model.complete(request)

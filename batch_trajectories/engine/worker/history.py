@@ -18,7 +18,7 @@ from toolsets.context import ToolContext
 from toolsets.sandbox.base import ExecResult
 
 _TIMEOUT_S = 1800.0
-_SHOWN = 500
+_MAX_OUTPUT_CHARS = 500
 _KEEP = "`keep_history: true` leaves the history as it is"
 
 # Nothing but git, sh and coreutils, of any age: an image may have no more. Git says by itself what
@@ -267,4 +267,4 @@ def _why(result: ExecResult) -> str:
     if result.timed_out:
         return f"it took longer than {result.duration_s:.0f} s (see --command_timeout_s)"
     output = (result.stderr or result.stdout).strip()
-    return clip(output, max_chars=_SHOWN) or f"exit code {result.exit_code}"
+    return clip(output, max_chars=_MAX_OUTPUT_CHARS) or f"exit code {result.exit_code}"

@@ -109,12 +109,12 @@ def _exact(name: str) -> str:
 
 # Run the check of a row: what the workspace is worth when its conversation has ended.
 
-_SHOWN = 2000
+_MAX_OUTPUT_CHARS = 2000
 """Maximum characters of a command's output in a record."""
 
 _MAX_REWARD_BYTES = 1 << 20
 _MAX_LOG_BYTES = 32 << 20
-_WRONG_SHOWN = 50
+_MAX_LISTED_WRONG = 50
 _NOT_FOUND, _NO_SHELL = 127, "sh: No such file or directory\n"
 """Exit code and message of a sandbox that has no shell for the command."""
 
@@ -173,8 +173,8 @@ async def run_check(
             command = await _command(context, check, turns)
             result |= {
                 "exit_code": command.exit_code,
-                "stdout": clip(command.stdout, max_chars=_SHOWN),
-                "stderr": clip(command.stderr, max_chars=_SHOWN),
+                "stdout": clip(command.stdout, max_chars=_MAX_OUTPUT_CHARS),
+                "stderr": clip(command.stderr, max_chars=_MAX_OUTPUT_CHARS),
                 "duration_s": round(command.duration_s, 3),
             }
             judged = await _judge_command(context, check, command, turns)
@@ -268,7 +268,7 @@ async def _read_tests(context: ToolContext, check: Check, result: ExecResult) ->
         except PathError:
             content = b""  # the command ended before any test
         output = content.decode(errors="replace")
-        shown = {"stdout": clip(output, max_chars=_SHOWN)}
+        shown = {"stdout": clip(output, max_chars=_MAX_OUTPUT_CHARS)}
     try:
         found = await asyncio.to_thread(outcomes, tests.patterns, output)
     except PatternTimeout as error:
@@ -286,7 +286,7 @@ async def _read_tests(context: ToolContext, check: Check, result: ExecResult) ->
             "found": len(found),
             "wrong": len(wrong),
             "statuses": dict(statuses),
-            "first_wrong": dict(list(wrong.items())[:_WRONG_SHOWN]),
+            "first_wrong": dict(list(wrong.items())[:_MAX_LISTED_WRONG]),
         },
     }
 
@@ -368,7 +368,7 @@ def _describe_result(result: ExecResult) -> str:
         how = f"it timed out after {result.duration_s:.0f} s"
     elif result.exit_code is None:
         how = f"it filled the workspace ({result.full_mb} MB) and was stopped"
-    output = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
+    output = clip((result.stderr or result.stdout).strip(), max_chars=_MAX_OUTPUT_CHARS)
     return f"{how}: {output}" if output else how
 
 

@@ -40,7 +40,7 @@ from batch_trajectories.engine.worker.workspace_setup import (
 from batch_trajectories.engine.worker.workspaces import PreparedWorkspace, Workspaces
 from batch_trajectories.records.tasks import SUSPECT_DEATHS
 from toolsets.context import ToolContext
-from toolsets.sandbox.factory import sandbox_kind
+from toolsets.sandbox.factory import find_sandbox_class
 from toolsets.tool import ASKS, Tool, ToolResult
 from toolsets.toolbox import Toolbox
 
@@ -109,14 +109,14 @@ class Rebuilder:
         if not self._max_s or self.assignment.deaths >= SUSPECT_DEATHS:
             return prepared, None
         knows_begun = self.assignment.knows_begun
-        cut_off = list(self._cut_off(trajectory, knows_begun=knows_begun))
-        is_doubtful = not (prepared.kept and knows_begun) or self._had_sessions()
+        cut_off = list(self._find_interrupted_tools(trajectory, knows_begun=knows_begun))
+        is_doubtful = not (prepared.survived and knows_begun) or self._had_sessions()
         has_results = any(repeatable is not None for _, repeatable in self._steps())
         if not (cut_off or (has_results and is_doubtful)):
             return prepared, None
         context, rebuild = await self._rebuild(prepared.context, cut_off)
-        is_kept = prepared.kept or "why" not in rebuild
-        return prepared._replace(context=context, kept=is_kept), rebuild
+        has_survived = prepared.survived or "why" not in rebuild
+        return prepared._replace(context=context, survived=has_survived), rebuild
 
     async def _rebuild(
         self, context: ToolContext, cut_off: Sequence[Tool]
@@ -130,21 +130,23 @@ class Rebuilder:
         await asyncio.to_thread(set_aside, root)
         begun = time.monotonic()
         try:
-            fresh, calls = await self._repeat(await self._opened(resumed=False), begun)
+            fresh, calls = await self._repeat(await self._open_workspace(resumed=False), begun)
         except _InUse:
             raise
         except (_Impossible, SetupFailed) as error:
             facts = error.facts if isinstance(error, _Impossible) else Rebuild(why=str(error))
             await asyncio.to_thread(put_back, root)
-            return await self._opened(resumed=True), facts
+            return await self._open_workspace(resumed=True), facts
         await asyncio.to_thread(forget_aside, root)
         return fresh, Rebuild(calls=calls, duration_s=round(time.monotonic() - begun, 3))
 
-    async def _opened(self, *, resumed: bool) -> ToolContext:
+    async def _open_workspace(self, *, resumed: bool) -> ToolContext:
         """A fresh workspace, or with `resumed` the one that is there, with a new sandbox."""
         context = self.spaces.open(self.key, self.row, resumed=resumed)
         try:
-            return (await self.spaces.prepare(context, self.row, place=self.worker.place)).context
+            return (
+                await self.spaces.prepare(context, self.row, workspace_id=self.worker.workspace_id)
+            ).context
         except BaseException:
             await context.close(remove=False)
             raise
@@ -183,7 +185,7 @@ class Rebuilder:
                 if repeatable is None:
                     if event["kind"] == "resumed" and "rebuilt" not in event:
                         await context.close(remove=False)
-                        context = await self._opened(resumed=True)
+                        context = await self._open_workspace(resumed=True)
                         toolboxes = self._toolboxes(context)
                     continue
                 if self._find_tool(repeatable) is None:
@@ -195,7 +197,7 @@ class Rebuilder:
                 toolbox = toolboxes.users if repeatable.is_users else toolboxes.agents
                 now = await self._call(toolbox, repeatable)
                 calls += 1
-                await self._wait_for(toolbox.late_calls, begun)
+                await self._wait_for_late_calls(toolbox.late_calls, begun)
                 if differs(now, result["message"]):
                     raise _Impossible("its result differs", result, now.content)
                 if now.details.get("running"):
@@ -205,7 +207,7 @@ class Rebuilder:
             raise
         return context, calls
 
-    async def _wait_for(self, late: Sequence[Future[ToolResult]], begun: float) -> None:
+    async def _wait_for_late_calls(self, late: Sequence[Future[ToolResult]], begun: float) -> None:
         """Wait for calls that exceeded their time limit; the next start undoes what they do."""
         while not all(call.done() for call in late):
             self.check_stop()
@@ -289,7 +291,7 @@ class Rebuilder:
         return (*before, *self.assignment.events)
 
     def _is_confined(self) -> bool:
-        is_isolated = sandbox_kind(self.worker.config.sandbox).is_isolated
+        is_isolated = find_sandbox_class(self.worker.config.sandbox).is_isolated
         return is_isolated and not self.spaces.has_network(self.row)
 
     def _tools(self, *, users: bool) -> Mapping[str, Tool]:
@@ -304,7 +306,7 @@ class Rebuilder:
                     named[tool.name] = replace(tool, effects="elsewhere")
         return named
 
-    def _cut_off(
+    def _find_interrupted_tools(
         self, trajectory: Trajectory, *, knows_begun: bool, users: bool = False
     ) -> Iterator[Tool]:
         """The tools of the calls that may have run when the process died."""
@@ -318,7 +320,7 @@ class Rebuilder:
             elif not knows_begun or call["id"] in trajectory.started_calls:
                 yield tool
         for inner in begun:
-            yield from self._cut_off(
+            yield from self._find_interrupted_tools(
                 inner.trajectory,
                 knows_begun=knows_begun,
                 users=users or inner.name == SIMULATED_USER,

@@ -29,11 +29,11 @@ from batch_trajectories.basics.text import clip
 from toolsets.context import ToolContext
 from toolsets.workspace.workspace import PathError
 
-_MOST_PROCESSES = 4
+_MAX_PROCESSES = 4
 _START_TIMEOUT_S = 300.0
 """Seconds for the imports of the function's module."""
 _REPLY_BYTES = 64 << 20
-_SHOWN = 1000
+_MAX_ERROR_BYTES = 1000
 _ROOT = str(Path(__file__).parents[3])
 _PROGRAM = (
     f"import sys; sys.path.insert(0, {_ROOT!r}); "
@@ -46,10 +46,10 @@ def check_functions(places: Sequence[str]) -> dict[str, str]:
 
     Raises `ConfigError` if one cannot be imported.
     """
-    return {place: _checked(place) for place in places}
+    return {place: _read_version(place) for place in places}
 
 
-def _checked(place: str) -> str:
+def _read_version(place: str) -> str:
     with tempfile.TemporaryFile() as errors:
         try:
             done = subprocess.run(
@@ -109,7 +109,7 @@ class _Function:
         self._place = place
         self._timeout_s = timeout_s
         self._idle: list[_Process] = []
-        self._turn = asyncio.Semaphore(min(_MOST_PROCESSES, os.cpu_count() or 1))
+        self._turn = asyncio.Semaphore(min(_MAX_PROCESSES, os.cpu_count() or 1))
 
     async def score(self, request: bytes, inside: Inside | None) -> dict[str, Any]:
         async with self._turn:
@@ -242,8 +242,12 @@ def _how(code: int) -> str:
 
 def _read_end(errors: int) -> str:
     size = os.fstat(errors).st_size
-    text = os.pread(errors, _SHOWN, max(0, size - _SHOWN)).decode(errors="replace").strip()
-    return f": {clip(text, max_chars=_SHOWN)}" if text else ""
+    text = (
+        os.pread(errors, _MAX_ERROR_BYTES, max(0, size - _MAX_ERROR_BYTES))
+        .decode(errors="replace")
+        .strip()
+    )
+    return f": {clip(text, max_chars=_MAX_ERROR_BYTES)}" if text else ""
 
 
 _MAX_FILE_BYTES = 32 << 20

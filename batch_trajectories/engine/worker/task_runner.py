@@ -105,7 +105,7 @@ class AgentTask:
     context: ToolContext
     trajectory: Trajectory
     journal: Callable[[Event], None]
-    kept: Callable[[], Awaitable[None]] | None
+    wait_until_persisted: Callable[[], Awaitable[None]] | None
     """Waits until the journal is on disk; None if an event is on disk as soon as it is recorded."""
     conversation: str = ""
     """See `agent.models.conversation_id`."""
@@ -189,7 +189,9 @@ class TaskRunner:
                     "Task %s failed, and no record of it can be made (a bug in this program).",
                     task.id,
                 )
-                return _failed(task, _failure(task, assignment, "internal", traceback.format_exc()))
+                return _report_failure(
+                    task, _failure(task, assignment, "internal", traceback.format_exc())
+                )
         finally:
             self._trajectories.pop(task.key, None)
             self.cancelled.discard(task.key)
@@ -229,7 +231,7 @@ class TaskRunner:
             kind, trace = "internal", "".join(traceback.format_exception(error))
         failure = _failure(task, assignment, kind, trace)
         if assignment.attempt < self._config.max_attempts:
-            return _failed(task, failure)
+            return _report_failure(task, failure)
         row = self._rules.read(task.columns)
         # The record includes all replies so far: they were paid for.
         trajectory = self._trajectories.get(task.key) or row.trajectory(assignment.events)
@@ -246,7 +248,7 @@ class TaskRunner:
             ),
             failure,
         )
-        return _finished(task, record, failure)
+        return _report_finished(task, record, failure)
 
     async def _run_attempt(self, task: Task, assignment: Assignment) -> TaskEnded:
         """Run one task; return the message about its end, with its record if there is one.
@@ -296,7 +298,7 @@ class TaskRunner:
             self._what_follows(failure, assignment),
         )
         if failure and assignment.attempt < self._config.max_attempts:
-            return _failed(task, failure)
+            return _report_failure(task, failure)
         self._not_durable[task.key] = work.context
         record = self._record(work, failure)
         if self._rewards is not None and work.end.status != "failed":
@@ -312,7 +314,7 @@ class TaskRunner:
                         score["error"],
                     )
             record = add_scores(record, scores)
-        return _finished(task, record, failure)
+        return _report_finished(task, record, failure)
 
     def _what_follows(self, failure: Failure | None, assignment: Assignment) -> str:
         """The end of the sentence about a task: why it failed, and whether it runs again."""
@@ -328,7 +330,7 @@ class TaskRunner:
     async def do(self, work: Work) -> None:
         """Prepare the workspace, hold the conversation, run the check, and store the outcome on
         `work`."""
-        prepared = await self._prepared(work)
+        prepared = await self._prepare_workspace(work)
         if work.row.agent is not None and self._agents is not None:
             work.row = work.row._replace(agent=await self._agents.with_version(work.row.agent))
             work.end, agent = await self._run_agent(work)
@@ -346,11 +348,11 @@ class TaskRunner:
             work.workspace = await keep(work.context, self._setup)
         await self._judge(work)
 
-    async def _prepared(self, work: Work) -> PreparedWorkspace:
-        place, root = work.assignment.place, work.context.workspace.root
+    async def _prepare_workspace(self, work: Work) -> PreparedWorkspace:
+        workspace_id, root = work.assignment.workspace_id, work.context.workspace.root
         if is_set_aside(root):
             await asyncio.to_thread(put_back, root)
-        prepared = await self._spaces.prepare(work.context, work.row, place=place)
+        prepared = await self._spaces.prepare(work.context, work.row, workspace_id=workspace_id)
         work.context = prepared.context
         return prepared
 
@@ -417,17 +419,22 @@ class TaskRunner:
                 check_stop=self._check_stop,
             )
             prepared, rebuild = await rebuilder.restore_workspace(prepared, trajectory)
-        work.context, kept, why_new = prepared
+        work.context, survived, why_new = prepared
 
-        until_kept = self._persistence(task)
+        wait_until_persisted = self._make_persistence_wait(task)
         by_batch = self._calls.batch_wrapper(task.key, assignment)
 
-        def gated(model: Model) -> StoppableModel:
-            return StoppableModel(self._stops, by_batch(model), until_kept)
+        def make_stoppable(model: Model) -> StoppableModel:
+            return StoppableModel(self._stops, by_batch(model), wait_until_persisted)
 
         pool, timeout_s = self._calls.pool, self._config.tool_timeout_s
         home = AgentServices(
-            setup, work.context, pool, timeout_s, wrap_model=gated, wait_until_persisted=until_kept
+            setup,
+            work.context,
+            pool,
+            timeout_s,
+            wrap_model=make_stoppable,
+            wait_until_persisted=wait_until_persisted,
         )
         journal = self._make_journal(task, assignment)
         if row.fork is not None and trajectory.forked is None:
@@ -441,7 +448,7 @@ class TaskRunner:
             journal(forked)
             trajectory.apply(forked)
         is_taken_up = _has_begun(assignment)
-        if is_taken_up and not kept and self._config.is_inside and row.fork is None:
+        if is_taken_up and not survived and self._config.is_inside and row.fork is None:
             # Its calls worked on an image; later turns would not fit a fresh one.
             restarted = RestartedEvent(
                 kind="restarted", turn=trajectory.turns, reason=why_new, at=time.time()
@@ -457,8 +464,8 @@ class TaskRunner:
             journal=journal,
             services=home,
             subagents=row.spec.options.subagents,
-            workspace_survived=kept,
-            records_starts=until_kept is None,
+            workspace_survived=survived,
+            records_starts=wait_until_persisted is None,
             has_start_events=assignment.knows_begun,
             rebuild=rebuild,
             conversation=self._conversation_id(task),
@@ -480,7 +487,7 @@ class TaskRunner:
                 context=work.context,
                 trajectory=work.trajectory,
                 journal=self._make_journal(work.task, work.assignment),
-                kept=self._persistence(work.task),
+                wait_until_persisted=self._make_persistence_wait(work.task),
                 conversation=self._conversation_id(work.task),
             )
         )
@@ -488,8 +495,8 @@ class TaskRunner:
     def _conversation_id(self, task: Task) -> str:
         return task_conversation_id(self._setup.run_key, task.key)
 
-    def _persistence(self, task: Task) -> WaitUntilPersisted:
-        """Waits until the events of a task are kept; None where they are on disk at once."""
+    def _make_persistence_wait(self, task: Task) -> WaitUntilPersisted:
+        """The function that waits until a task's events are on disk; None if they are at once."""
         kept_by = self._journal.wait_persisted
         return None if kept_by is None else partial(kept_by, task.key)
 
@@ -556,11 +563,11 @@ def _failure(task: Task, assignment: Assignment, kind: str, message: str) -> Fai
     )
 
 
-def _failed(task: Task, failure: Failure) -> TaskFailed:
+def _report_failure(task: Task, failure: Failure) -> TaskFailed:
     return TaskFailed(key=task.key, model=task.model, failure=failure)
 
 
-def _finished(task: Task, record: dict[str, Any], failure: Failure | None) -> TaskFinished:
+def _report_finished(task: Task, record: dict[str, Any], failure: Failure | None) -> TaskFinished:
     stored = as_stored(record)
     return TaskFinished(
         key=task.key,

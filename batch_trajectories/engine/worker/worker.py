@@ -65,7 +65,7 @@ from batch_trajectories.records.files import StorageError
 from batch_trajectories.records.journal import Journal, JournalWriter
 from batch_trajectories.records.names import INFLIGHT, LOG_FILE
 from batch_trajectories.records.tasks import Task
-from toolsets.sandbox.factory import sandbox_kind
+from toolsets.sandbox.factory import find_sandbox_class
 from toolsets.sandbox.fork_servers import FORK_SERVERS
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def run_worker(connection: Connection, setup: WorkerSetup) -> bool:
             log_to(setup.run_dir / LOG_FILE, setup.config.log_level)
         use_pidfd_watcher()
         if setup.provenance.sandbox is not None:
-            sandbox_kind(setup.provenance.sandbox).prepare()
+            find_sandbox_class(setup.provenance.sandbox).prepare()
         worker = Worker(connection, setup)
         if setup.is_remote:
             log_through(lambda lines: worker.send(WriteLog(payload=lines)), setup.config.log_level)
@@ -254,7 +254,7 @@ class Worker:
     def _open_journal(self) -> SentJournal | JournalWriter:
         if self._setup.is_remote:
             open_sent: Callable[..., SentJournal] = find_feature("ray_journal")
-            return open_sent(self.send, place=self._setup.place)
+            return open_sent(self.send, workspace_id=self._setup.workspace_id)
         return JournalWriter(
             self._setup.run_dir / INFLIGHT,
             self._setup.number,

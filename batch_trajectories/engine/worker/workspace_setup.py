@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 IMAGE_FILE = "image"
 """Name of the file beside a conversation's layer that holds the digest of the image below."""
 
-_MOST_PATHS = 200
-_SHOWN = 2000
+_PATHS_PER_COMMAND = 200
+_MAX_OUTPUT_CHARS = 2000
 """Maximum characters of a command's output in a record or message."""
 
 
@@ -42,16 +42,16 @@ async def set_up_workspace(context: ToolContext, row: RowSetup) -> None:
         result = await run_command(context, command)
         if result.exit_code != 0:
             how = "timed out" if result.timed_out else f"ended with exit code {result.exit_code}"
-            output = clip((result.stderr or result.stdout).strip(), max_chars=_SHOWN)
+            output = clip((result.stderr or result.stdout).strip(), max_chars=_MAX_OUTPUT_CHARS)
             raise SetupFailed(f"`setup`: {clip(command, max_chars=200)!r} {how}: {output}")
     if row.hidden:
         result = await run_command(context, ["rm", "-rf", "--", *row.hidden])
         if result.exit_code != 0:
-            raise SetupFailed(f"`hide`: {clip(result.stderr.strip(), max_chars=_SHOWN)}")
+            raise SetupFailed(f"`hide`: {clip(result.stderr.strip(), max_chars=_MAX_OUTPUT_CHARS)}")
 
 
 @asynccontextmanager
-async def setting_up(root: Path) -> AsyncIterator[None]:
+async def mark_unfinished_setup(root: Path) -> AsyncIterator[None]:
     """Set a workspace up inside a `with` block; a crash or an error leaves a mark."""
     mark = incomplete_mark(root)
     await asyncio.to_thread(mark.touch)
@@ -97,7 +97,7 @@ def keep_or_remove(root: Path, sandbox: ImageSandbox) -> tuple[bool, bool]:
     """Keep what a conversation has changed in its image, or prepare for a workspace made anew.
 
     Return whether the changes were kept, and whether the image was replaced. A new workspace is
-    marked as incomplete until `mark_set_up`, so that a crash before shows.
+    marked as incomplete until `mark_finished_setup`, so that a crash before shows.
     """
     is_other = image_was_replaced(root, sandbox.image_digest)
     if sandbox.has_survived() and not is_other and not incomplete_mark(root).exists():
@@ -113,7 +113,7 @@ def remove_all(root: Path, sandbox: ImageSandbox) -> None:
     remove_tree(root)
 
 
-def mark_set_up(root: Path, digest: str) -> None:
+def mark_finished_setup(root: Path, digest: str) -> None:
     """Mark a workspace as whole, and note the digest of its image, in one step."""
     root.mkdir(mode=0o700, exist_ok=True)
     incomplete_mark(root).write_text(digest)
@@ -166,8 +166,8 @@ async def write_files(context: ToolContext, files: Mapping[str, bytes]) -> None:
 
 def few_at_a_time(paths: Sequence[str]) -> Iterator[Sequence[str]]:
     """The paths in parts that fit into the arguments of one command."""
-    for start in range(0, len(paths), _MOST_PATHS):
-        yield paths[start : start + _MOST_PATHS]
+    for start in range(0, len(paths), _PATHS_PER_COMMAND):
+        yield paths[start : start + _PATHS_PER_COMMAND]
 
 
 async def make_executable(context: ToolContext, paths: Sequence[str]) -> None:
@@ -175,7 +175,7 @@ async def make_executable(context: ToolContext, paths: Sequence[str]) -> None:
     for some in few_at_a_time(paths):
         result = await run_command(context, ["chmod", "a+rx", "--", *some])
         if result.exit_code != 0:
-            error_text = clip(result.stderr.strip(), max_chars=_SHOWN)
+            error_text = clip(result.stderr.strip(), max_chars=_MAX_OUTPUT_CHARS)
             raise SetupFailed(f"`files`: cannot make {some[0]} executable: {error_text}")
 
 

@@ -27,10 +27,10 @@ from batch_trajectories.engine.worker.workspace_setup import (
     incomplete_mark,
     keep_or_remove,
     make_ready,
-    mark_set_up,
+    mark_finished_setup,
+    mark_unfinished_setup,
     remove_all,
     set_up_workspace,
-    setting_up,
 )
 from batch_trajectories.records.files import storage_error
 from batch_trajectories.records.names import RETAINED_WORKSPACES, WORKSPACES
@@ -58,10 +58,10 @@ class PreparedWorkspace(NamedTuple):
     """A workspace that is set up."""
 
     context: ToolContext
-    kept: bool
-    """The workspace is from an earlier assignment."""
+    survived: bool
+    """Whether the workspace is from an earlier assignment."""
     why_new: str = LOST
-    """Why not, if there was an earlier one."""
+    """The reason why an earlier workspace is not used, if there was one."""
 
 
 log = logging.getLogger(__name__)
@@ -112,13 +112,15 @@ class Workspaces:
             resumed=resumed,
         )
 
-    async def prepare(self, context: ToolContext, row: RowTask, *, place: str) -> PreparedWorkspace:
+    async def prepare(
+        self, context: ToolContext, row: RowTask, *, workspace_id: str
+    ) -> PreparedWorkspace:
         """Prepare a workspace as its row says.
 
-        `place` is where the workspace of that assignment is. Raises `SetupFailed`.
+        `workspace_id` is the storage of the workspace of that assignment. Raises `SetupFailed`.
         """
         root = context.workspace.root
-        is_new = not context.resumed or place != self._setup.place
+        is_new = not context.resumed or workspace_id != self._setup.workspace_id
         if is_new and os.path.lexists(root):
             # What a conversation left whose journal was lost is not this one's, nor is what this
             # one left here before it went on elsewhere.
@@ -134,11 +136,11 @@ class Workspaces:
                 raise SetupFailed(problem)
         if incomplete_mark(root).exists():
             await asyncio.to_thread(remove_tree, root)
-        kept = root.exists()
-        if row.setup is not None and not kept:
-            async with setting_up(root):
+        survived = root.exists()
+        if row.setup is not None and not survived:
+            async with mark_unfinished_setup(root):
                 await set_up_workspace(context, row.setup)
-        return PreparedWorkspace(context, kept)
+        return PreparedWorkspace(context, survived)
 
     async def _prepare_image(self, context: ToolContext, row: RowTask) -> PreparedWorkspace:
         """Prepare a workspace inside an image; see `prepare`."""
@@ -149,16 +151,16 @@ class Workspaces:
         spec, limits = self._image_spec(row), self._limits(row)
         root = context.workspace.root
 
-        def begun() -> tuple[ImageSandbox, bool, bool]:
+        def begin() -> tuple[ImageSandbox, bool, bool]:
             sandbox = images.sandbox_in_thread(root, limits, spec)
             return sandbox, *keep_or_remove(root, sandbox)
 
         await images.bring(limits, spec)
-        sandbox, kept, is_other = await asyncio.to_thread(begun)
+        sandbox, survived, is_other = await asyncio.to_thread(begin)
         context = self._inside(context, sandbox, root)
         try:
             await make_ready(sandbox)
-            if not kept:
+            if not survived:
                 if row.check is not None:
                     await self._find_judge(row, row.check, root)
                 if row.setup is not None:
@@ -167,12 +169,12 @@ class Workspaces:
                     context,
                     is_needed=row.is_judged_afresh,
                     known=self._diffs.known,
-                    then=partial(mark_set_up, root, sandbox.image_digest),
+                    then=partial(mark_finished_setup, root, sandbox.image_digest),
                 )
         except BaseException:
             await context.close(remove=False)
             raise
-        return PreparedWorkspace(context, kept, "the image was replaced" if is_other else LOST)
+        return PreparedWorkspace(context, survived, "the image was replaced" if is_other else LOST)
 
     def image(self, row: RowTask, check: Check | None = None) -> dict[str, str] | None:
         """The image that a conversation works in, or that its check has, for its record.
@@ -394,7 +396,7 @@ class Workspaces:
         begins = (self._setup.start, sandbox.image_digest, spec, replace(setup, check=None))
         name = hashlib.sha256(repr(begins).encode()).hexdigest()
         async with self._waiting[name]:
-            while not await asyncio.to_thread(sandbox.begin_above, name):
+            while not await asyncio.to_thread(sandbox.begin_from_base, name):
                 making = context.workspace.root.with_name(f"{TEMPORARY}{name}.{os.getpid()}")
                 await asyncio.to_thread(remove_tree, making)
                 maker = await self._sandbox_in_image(making, row, spec)
@@ -407,9 +409,9 @@ class Workspaces:
     def _inside(self, context: ToolContext, sandbox: ImageSandbox, root: Path) -> ToolContext:
         from toolsets.sandbox.image_files import ImageFiles
 
-        kept = Workspace(root)
-        kept.start_dir = context.workspace.start_dir
-        return replace(context, workspace=ImageFiles(kept, sandbox), sandbox=sandbox)
+        workspace = Workspace(root)
+        workspace.start_dir = context.workspace.start_dir
+        return replace(context, workspace=ImageFiles(workspace, sandbox), sandbox=sandbox)
 
     async def _sandbox_in_image(
         self, root: Path, row: RowTask, spec: ImageSpec, limits: Limits | None = None
@@ -431,7 +433,7 @@ class Workspaces:
         return replace(spec, network=check.network or spec.network)
 
     async def _image_problem(self, image: str) -> str | None:
-        """Why an image cannot be around workspaces, found out once per image."""
+        """The reason why an image cannot be used for workspaces; tried once per image."""
         if image not in self._problems:
             async with self._waiting[image]:
                 if image not in self._problems:
@@ -486,7 +488,7 @@ async def _set_up(context: ToolContext, setup: RowSetup) -> None:
 
 # Keep the workspace of a finished conversation as it is before its check.
 
-_OF_OVERLAYS = ("work",)
+_OVERLAY_DIRECTORIES = ("work",)
 """The kernel's directory beside a layer, which nobody else can read."""
 
 
@@ -509,7 +511,7 @@ async def keep(context: ToolContext, setup: WorkerSetup) -> dict[str, str]:
         Workspace(root).make()  # one that no tool has used
     most = config.keep_workspaces << 20
     store = setup.run_dir / RETAINED_WORKSPACES
-    without = _OF_OVERLAYS if config.is_inside else ()
+    without = _OVERLAY_DIRECTORIES if config.is_inside else ()
     try:
         name = await asyncio.to_thread(pack, root, store, max_bytes=most, without=without)
     except TooLarge:
@@ -536,7 +538,7 @@ class RunImages:
         self._brought: set[str] = set()
         """References of images that were here when a conversation began."""
         self._failed: dict[str, tuple[float, str]] = {}
-        """Why an image could not be fetched, and until when that holds, by reference."""
+        """The failure of each image that could not be fetched, and the time of the next attempt."""
         self._waiting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def sandbox(

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TypeVar
 
-import msgspec
 from msgspec.structs import replace
 
 from agent.messages.message import USER_TURN, user_key
@@ -26,7 +25,7 @@ _VERSION = re.compile(r"(?:[-@:]v?\d[\w.-]*|[-:](?:latest|preview))*")
 
 
 def assign_authors(entries: list[Entry], record: Record, authored: AuthoredWork) -> list[Entry]:
-    """The entries of a record with their authors."""
+    """Return the entries of a record with their authors."""
     messages, turns = record.messages, record.turns
     retried = retried_turns(record)
     if (
@@ -37,33 +36,33 @@ def assign_authors(entries: list[Entry], record: Record, authored: AuthoredWork)
         return entries  # most conversations: the prompt, then turns of the model
     # Turns of the prompt come first, then those of a branch's parent.
     prior_replies = first_reply(messages, turns=len(turns))
-    from_prompt = _count_turns(messages, prior_replies)
-    given = _count_turns(messages, authored.start)
+    prompt_turns = _count_turns(messages, prior_replies)
+    prior_turns = _count_turns(messages, authored.start)
     others = other_models(record)
     added = _added_texts(record)
     has_begun = False
-    written: list[Entry] = []
+    result: list[Entry] = []
     next_reply = len(turns) - len(authored.turns)
     for entry in entries:
         if isinstance(entry, UserMessage):
             if has_begun:
-                entry = msgspec.structs.replace(entry, author=_find_author(entry.text, added))
-            written.append(entry)
+                entry = replace(entry, author=_take_author(entry.text, added))
+            result.append(entry)
             continue
-        has_begun = entry.number > from_prompt
-        if entry.number <= given:
-            author: Author = "prompt" if entry.number <= from_prompt else "parent"
-            entry = msgspec.structs.replace(entry, author=author)
-        elif entry.number - from_prompt in retried:
+        has_begun = entry.number > prompt_turns
+        if entry.number <= prior_turns:
+            author: Author = "prompt" if entry.number <= prompt_turns else "parent"
+            entry = replace(entry, author=author)
+        elif entry.number - prompt_turns in retried:
             # An answer that was found wrong and given again: only the last one is to be learnt.
-            entry = msgspec.structs.replace(entry, masked=("wrong_answer",))
+            entry = replace(entry, masked=("wrong_answer",))
         elif others:
             replies = turns[next_reply : next_reply + entry.replies]
             next_reply += entry.replies
             if replies and all(reply.model in others for reply in replies):
-                entry = msgspec.structs.replace(entry, author="other_model")
-        written.append(entry)
-    return written
+                entry = replace(entry, author="other_model")
+        result.append(entry)
+    return result
 
 
 def retried_turns(record: Record) -> set[int]:
@@ -84,19 +83,19 @@ def mark_context(
     Earlier turns are those before the conversation's first model call: an agent may have written
     them itself, or repeats them after a compaction.
     """
-    given = _count_turns(part.messages, authored.start) if authored.prior_replies else 0
+    prior_turns = _count_turns(part.messages, authored.start) if authored.prior_replies else 0
     return [
         replace(entry, author="context")
-        if isinstance(entry, Turn) and entry.number <= given
+        if isinstance(entry, Turn) and entry.number <= prior_turns
         else entry
         for entry in entries
     ]
 
 
-def _find_author(text: str, added: list[tuple[str, Author]]) -> Author:
-    """The author of a user message: that of the added text with which it begins, else `prompt`.
+def _take_author(text: str, added: list[tuple[str, Author]]) -> Author:
+    """Take the added text with which a user message begins out of `added`; return its author.
 
-    Removes this text, and those before it, from `added`.
+    Texts before it are removed, too. Return `prompt` if the message begins with no added text.
     """
     for n, (beginning, author) in enumerate(added, start=1):
         if text.startswith(beginning):
@@ -110,13 +109,13 @@ def _added_texts(record: Record) -> list[tuple[str, Author]]:
     """The texts that were added on the user's side after the prompt, in order, with authors."""
     simulated = {inner.key for inner in record.inner}
     added: list[tuple[str, Author]] = []
-    further = 0
+    user_turns = 0
     for note in record.notes:
         if note.text is None:
             continue
         if note.reason == USER_TURN:
-            further += 1
-            is_simulated = user_key(further) in simulated
+            user_turns += 1
+            is_simulated = user_key(user_turns) in simulated
             added.append((note.text, "simulated_user" if is_simulated else "prompt"))
         else:
             added.append((note.text, "runtime"))
@@ -133,16 +132,16 @@ def _count_turns(messages: Sequence[StoredMessage], start: int) -> int:
     return max(0, len(turns) - 1)
 
 
-def other_models(record: Record, *, inside: bool = False) -> frozenset[str]:
+def other_models(record: Record, *, with_inner: bool = False) -> frozenset[str]:
     """The names of models in an agent's conversation that are not this run's model.
 
     An agent that runs as a command may call several models. Empty if no name is that of the run's
-    model: then the endpoint names models differently. `inside`: include the agent's other
+    model: then the endpoint names models differently. `with_inner`: include the agent's other
     conversations.
     """
     if not is_agent_conversation(record):
         return frozenset()
-    parts = [record, *record.inner] if inside else [record]
+    parts = [record, *record.inner] if with_inner else [record]
     names = {turn.model for part in parts for turn in part.turns if turn.model is not None}
     model = record.model or ""
     model_name = model.partition(":")[2] or model
@@ -190,25 +189,25 @@ def order_messages(part: _Part) -> _Part:
 
 def merge_messages(messages: Sequence[StoredMessage]) -> list[StoredMessage]:
     """Append user and system messages to the message before, unless they may follow it."""
-    found: list[StoredMessage] = []
+    merged: list[StoredMessage] = []
     for message in messages:
-        role, before = message.role, found[-1].role if found else "system"
+        role, before = message.role, merged[-1].role if merged else "system"
         if role in ("assistant", "tool") or (before == "system" and role in ("system", "user")):
-            found.append(message)
+            merged.append(message)
         elif before in ("user", "tool"):
-            earlier = found[-1]
+            earlier = merged[-1]
             own_chars = earlier.own_chars
             if before == "tool" and own_chars is None:
                 own_chars = len(earlier.content)
-            found[-1] = replace(
+            merged[-1] = replace(
                 earlier,
                 content=f"{earlier.content}\n\n{message.content}",
                 own_chars=own_chars,
                 provider_blocks=_join_blocks(earlier, message),
             )
         else:
-            found.append(replace(message, role="user"))
-    return found
+            merged.append(replace(message, role="user"))
+    return merged
 
 
 def _join_blocks(earlier: StoredMessage, message: StoredMessage) -> StoredBlocks | None:

@@ -53,7 +53,7 @@ def rewrite_ending(
         invented = check_conversation(messages, tool_names(tools))
         messages = _replace_answer_call(messages, call)
     others = remove_reserved(tools)
-    if others is not tools and not _calls_reserved(messages):
+    if others is not tools and not _has_reserved_call(messages):
         tools = others
     if not answered:
         return PlainEnding(messages, tools, None)
@@ -65,7 +65,7 @@ def is_answered(record: Record) -> bool:
     return record.status == "completed" or ended_by_wrong_answer(record)
 
 
-def _calls_reserved(messages: Sequence[StoredMessage]) -> bool:
+def _has_reserved_call(messages: Sequence[StoredMessage]) -> bool:
     for message in messages:
         for call in message.tool_calls:
             if call.function.name in RESERVED_TOOLS:

@@ -6,7 +6,7 @@ Assistant messages of the prompt, and turns of a branch's parent, are not its wo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -44,9 +44,17 @@ class WorkCounts(msgspec.Struct, frozen=True, gc=False):
     with_token_ids: int
     """Number of turns with token ids."""
     started_at: float | None
-    """When the first turn began, epoch seconds; None without turns."""
+    """The time when the first turn began, epoch seconds; None without turns."""
     ended_at: float | None
-    """When the last turn ended, epoch seconds; None without turns."""
+    """The time when the last turn ended, epoch seconds; None without turns."""
+
+
+class _Location(NamedTuple):
+    """The place at which the work of this run's model begins in a record."""
+
+    prior_replies: int
+    start: int
+    """The index of the model's first message."""
 
 
 class AuthoredWork:
@@ -57,26 +65,26 @@ class AuthoredWork:
     def __init__(self, record: StoredConversation) -> None:
         self.turns: Sequence[StoredTurn] = record.own_turns
         self._messages = record.messages
-        self._location: tuple[int, int] | None = None
+        self._location: _Location | None = None
         self._counts: WorkCounts | None = None
 
     @property
     def prior_replies(self) -> int:
         """Number of replies from before this work: of the prompt, or of a branch's parent."""
-        return self._locate()[0]
+        return self._locate().prior_replies
 
     @property
     def start(self) -> int:
         """Index of the model's first message in the record."""
-        return self._locate()[1]
+        return self._locate().start
 
-    def _locate(self) -> tuple[int, int]:
+    def _locate(self) -> _Location:
         if self._location is None:
             messages = self._messages
             replies = [n for n, message in enumerate(messages) if message.role == "assistant"]
             prior_replies = max(0, len(replies) - len(self.turns))
             start = replies[prior_replies] if prior_replies < len(replies) else len(messages)
-            self._location = prior_replies, start
+            self._location = _Location(prior_replies, start)
         return self._location
 
     @property
@@ -93,7 +101,7 @@ class AuthoredWork:
 
     def set_known(self, start: int, counts: WorkCounts) -> None:
         """Set start and counts that the caller has found; there are no prior replies."""
-        self._location, self._counts = (0, start), counts
+        self._location, self._counts = _Location(0, start), counts
 
 
 def _count_turn(authored: AuthoredWork) -> WorkCounts:

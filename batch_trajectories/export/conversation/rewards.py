@@ -28,7 +28,7 @@ def judgement_with_reward(record: Record, name: str | None) -> Judgement:
 
 
 def why_not_passed(judgement: Judgement) -> Rejected | None:
-    """Why an export of passed conversations leaves one out; None if it is kept."""
+    """The reason why an export of passed conversations leaves one out; None if it is kept."""
     if judgement.error is not None:
         return Rejected(Reason.CHECK_FAILED, f"its check gave no result: {judgement.error}")
     if judgement.passed is False:

@@ -48,7 +48,7 @@ _MARKER_IN_BRACKETS = re.compile(r"\[(?=/?INST\])")
 """The start of a tag of the format or of a control token; in JSON it is inside a string."""
 
 _MAX_PLACES = 16
-"""If there are more places than this, one search by pattern is faster than checking each."""
+"""Maximum places that are checked one by one; beyond it one search by pattern is faster."""
 
 _MAX_DEPTH = 100
 """Maximum depth of JSON: widely used readers refuse more than 128 levels."""
@@ -67,7 +67,7 @@ _LINE_ENDS = {char.encode(): json.dumps(char)[1:-1].encode() for char in "\x85\u
 """Characters that end a line for `str.splitlines`, by which some trainers read JSON lines, each
 with its escape. JSON itself escapes all other such characters."""
 
-_SHORTEST = frozenset((str, int, bool, type(None)))
+_ATOMIC_TYPES = frozenset((str, int, bool, type(None)))
 """Types whose values have one shortest spelling, unlike floats (`1e9`)."""
 
 _STRINGS = frozenset((str,))
@@ -270,7 +270,7 @@ def _respace(text: str) -> tuple[str, Any]:
 
 def _is_compact(text: str, value: Any, spaced: str) -> bool:
     """Whether JSON `text` is the compact form of its value; `spaced` is the form with spaces."""
-    if type(value) is dict and _SHORTEST.issuperset(map(type, value.values())):
+    if type(value) is dict and _ATOMIC_TYPES.issuperset(map(type, value.values())):
         # Any other spelling is longer: blanks, needless escapes, repeated keys, minus zero.
         return len(text) == len(spaced) - 2 * len(value) + 1
     return orjson.dumps(value).decode() == text

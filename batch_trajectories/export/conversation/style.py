@@ -35,7 +35,7 @@ class Style:
     """Options for rendering conversations; None: each format has its default."""
 
     reasoning: ReasoningStyle | None = None
-    """Where reasoning goes: inline, in a field, kept for the last turn only, or nowhere.
+    """The place of reasoning: inline, in a field, kept for the last turn only, or nowhere.
 
     `since_user` is for segments: the format's default place, but only reasoning since the last user
     message of a request."""

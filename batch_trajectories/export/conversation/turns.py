@@ -23,7 +23,7 @@ Author = Literal["model", "other_model", "prompt", "parent", "context", "simulat
 """
 
 
-# These types refer to each other in no cycles, so the garbage collector need not know them (`gc`).
+# Objects of these types form no cycles, so the garbage collector need not track them (`gc=False`).
 
 
 class Call(msgspec.Struct, frozen=True, gc=False):
@@ -148,17 +148,17 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
 def has_null_arguments(conversation: Conversation) -> bool:
     """Whether a call has an argument that is null, at any depth."""
     return any(
-        "null" in call.arguments and _holds_null(call.value)
+        "null" in call.arguments and _has_null(call.value)
         for entry in conversation.entries
         if isinstance(entry, Turn)
         for call in entry.calls
     )
 
 
-def _holds_null(value: Any) -> bool:
+def _has_null(value: Any) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
-    return value is None or (isinstance(value, list) and any(map(_holds_null, value)))
+    return value is None or (isinstance(value, list) and any(map(_has_null, value)))
 
 
 # Values computed once per list of tools, which many conversations share.
@@ -180,21 +180,21 @@ def compute_once(tools: Tools, make: Callable[[Tools], T]) -> T:
         if len(_cache) >= _MAX_LISTS:
             _cache.clear()
         known = _cache[key] = tools, make(tools)
-    made: T = known[1]
-    return made
+    value: T = known[1]
+    return value
 
 
 def tool_names(tools: Tools) -> frozenset[str]:
     """The names of tools."""
-    return compute_once(tools, _names)
+    return compute_once(tools, _read_names)
 
 
 def remove_reserved(tools: Tools) -> Tools:
-    """The tools that do not end a conversation; the same list object if all are so."""
+    """The tools that do not end a conversation; `tools` itself if no tool does."""
     return compute_once(tools, _remove_reserved)
 
 
-def _names(tools: Tools) -> frozenset[str]:
+def _read_names(tools: Tools) -> frozenset[str]:
     return frozenset(tool["function"]["name"] for tool in tools)
 
 

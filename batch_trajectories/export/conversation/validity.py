@@ -87,7 +87,7 @@ class Reason(StrEnum):
     NOT_PASSED = "not_passed"
     """The record did not pass, in an export that requires it."""
     ALL_MASKED = "all_masked"
-    """Every turn is masked."""
+    """The reason for conversations of which every turn is masked."""
     TOO_LONG = "too_long"
     """The row has more tokens than the recipe allows."""
     CHECK_FAILED = "check_failed"
@@ -95,7 +95,7 @@ class Reason(StrEnum):
 
 
 class Rejection(NamedTuple):
-    """Why a record, or a row of it, is left out."""
+    """The reason why a record, or a row of it, is left out."""
 
     reason: str
     """The name by which rejections are counted."""

@@ -233,7 +233,7 @@ class _DatasetWriter:
                 self._leave_out(identity, rejection)
             if not group.candidates:
                 continue
-            not_used = self._not_used(group.candidates)
+            not_used = self._reject_unused(group.candidates)
             if self._selection is None:
                 self._write(group.candidates, not_used)
             else:
@@ -370,7 +370,7 @@ class _DatasetWriter:
         return None
 
     def _find_duplicate(self, candidate: Candidate) -> Rejection | None:
-        """Why a candidate is left out as a copy of an earlier one; None if it is new."""
+        """The reason why a candidate is left out as a copy of an earlier one; None if it is new."""
         record = candidate.record
         if self._without_equal and not self._is_new(candidate.number, record):
             return Rejection("exact_duplicates", "says the same as an earlier conversation")
@@ -387,7 +387,7 @@ class _DatasetWriter:
             number, hash(content), lambda earlier: content_key(self._read(earlier)) == content
         )
 
-    def _not_used(self, candidates: list[Candidate]) -> dict[str, Rejection]:
+    def _reject_unused(self, candidates: list[Candidate]) -> dict[str, Rejection]:
         """The candidates of one prompt that have no row of their own, by id."""
         left_out: dict[str, Rejection] = {}
         if not self._has_groups:

@@ -169,7 +169,7 @@ def _body(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     yield ""
     yield "## What was left out"
     yield ""
-    yield from _left_out(manifest, recipe)
+    yield from _left_out_table(manifest, recipe)
     yield ""
     yield "`manifest.json` has the recipe, all counts and a sha256 per file."
 
@@ -248,7 +248,7 @@ def _facts_by_format(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[st
             yield _segments(part["format"], segments, is_marked=part["marks_loss"])
         if others := part.get("turns_of_others"):
             yield _other_authors(part["format"], others, is_marked=part["marks_loss"])
-        yield from _masked(part, recipe)
+        yield from _masked_lines(part, recipe)
 
 
 def _choices(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
@@ -273,7 +273,7 @@ def _choices(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
         yield f"- order: `{recipe.sort}`"
 
 
-def _left_out(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
+def _left_out_table(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     """A table of what was left out by reason, and what rows were searched for."""
     reasons = manifest["rejected_by_reason"]
     known = task_counts(manifest)
@@ -293,7 +293,7 @@ def _left_out(manifest: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     filters = recipe.filters
     yield ""
     yield f"- scanned for secrets: {'no' if filters.secrets == 'off' else filters.secrets}"
-    yield f"- compared with benchmarks: {_compared(filters)}"
+    yield f"- compared with benchmarks: {_describe_comparison(filters)}"
     for one in manifest.get("evaluation", ()):
         revision = f", revision {one['revision']}" if one["revision"] else ""
         by = ", ".join(f"{count:,} by {name}" for name, count in one["left_out"].items())
@@ -376,7 +376,7 @@ def _other_authors(name: str, others: Mapping[str, int], *, is_marked: bool) -> 
     return f"  - turns of others: {counts}; marked, so they carry no loss"
 
 
-def _compared(filters: Filters) -> str:
+def _describe_comparison(filters: Filters) -> str:
     if not filters.evaluation_files:
         return "no"
     places = " and ".join(filters.evaluation_search).replace("_", " ").replace("all", "all texts")
@@ -385,7 +385,7 @@ def _compared(filters: Filters) -> str:
     return "; ".join(filter(None, (words, f"columns {columns}" if columns else "")))
 
 
-def _masked(part: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
+def _masked_lines(part: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
     if masked := part.get("masked"):
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in masked["by_reason"].items())
         how = "left out" if recipe.per_turn else "marked" if "marks_loss" in part else "mask 0"

@@ -21,7 +21,7 @@ from batch_trajectories.export.dataset.runs import Source
 from batch_trajectories.export.rows.recipe import Recipe
 from batch_trajectories.records.names import MANIFEST_FILE
 
-_SHOWN = 100
+_MAX_VALUE_CHARS = 100
 
 _SUMS = ("discarded", "failed", "pending", "rejected", "selected")
 
@@ -39,7 +39,8 @@ def find_problems(source: Source, directory: Path, *, trusted: bool = False) -> 
         untrusted |= untrusted_parts(one)
     if not trusted and untrusted:
         listed = ", ".join(
-            f"{key}={clip(str(value), max_chars=_SHOWN)}" for key, value in untrusted.items()
+            f"{key}={clip(str(value), max_chars=_MAX_VALUE_CHARS)}"
+            for key, value in untrusted.items()
         )
         raise ConfigError(
             f"{directory / MANIFEST_FILE}: you did not write this recipe here, and it has "

@@ -63,7 +63,7 @@ class TokenLengths:
         """
         row = self._format.row_of(apply_style(conversation, self._style), self._style)
         try:
-            text, _ = strip_marks(self._chat(row["messages"], tools_in(row), False))
+            text, _ = strip_marks(self._chat(row["messages"], tools_in(row)))
         except Exception as error:  # a template can raise anything
             raise ConfigError(
                 f"{OPTION}: its chat template refuses {row['id']}: {error}; see what --parity says"

@@ -12,7 +12,7 @@ from typing import Any
 
 from batch_trajectories.export.rows.recipe import Recipe
 
-_OF_THE_LAST_ONLY = ("earlier", "rejects", "parity", "statistics", "models", "evaluation")
+_LAST_EXPORT_KEYS = ("earlier", "rejects", "parity", "statistics", "models", "evaluation")
 
 
 def written_folders(recipe: Recipe) -> set[str]:
@@ -36,7 +36,7 @@ def parts_that_stay(manifest: Mapping[str, Any], written: set[str]) -> list[dict
             if files := [file for file in part["files"] if _folder(file) not in written]:
                 formats.append({**part, "files": files})
         if formats:
-            kept = {name: value for name, value in one.items() if name not in _OF_THE_LAST_ONLY}
+            kept = {name: value for name, value in one.items() if name not in _LAST_EXPORT_KEYS}
             kept["formats"] = formats
             kept["other_files"] = [
                 file

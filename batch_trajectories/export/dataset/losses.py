@@ -1,4 +1,4 @@
-"""Where the tasks of an export went, in the words of the glossary: each has one meaning."""
+"""Describes what became of the tasks of an export, in the words of the glossary."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def task_counts(manifest: Mapping[str, Any]) -> dict[str, int]:
 
 
 def describe_losses(manifest: Mapping[str, Any], part: Mapping[str, Any] | None = None) -> str:
-    """Why there are no more rows: "9 tasks: 3 pending, 6 rejected as require_passed".
+    """The reason why there are no more rows: "9 tasks: 3 pending, 6 rejected as require_passed".
 
     `manifest` is that of a dataset, and `part` its part about a format; or `manifest` is that of
     the training file, which has no parts.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from batch_trajectories.config.run_config import RunConfig
 from batch_trajectories.dataset.scan import Scan
-from batch_trajectories.engine.run_totals import owed, stopping_rule
+from batch_trajectories.engine.run_totals import count_owed, stopping_rule
 from batch_trajectories.export.record_order import RecordOrder
 from batch_trajectories.export.statistics.rewards import pass_chance
 from batch_trajectories.records.record_types import Record
@@ -115,7 +115,9 @@ class SourceRecords:
     def counts(self) -> Iterator[RunCounts]:
         """The counts of each run, in the order of `sources`."""
         for order, source in zip(self.orders, self.sources, strict=True):
-            left = owed(source.run_dir, source.scan, source.config, order.tasks_without_record())
+            left = count_owed(
+                source.run_dir, source.scan, source.config, order.tasks_without_record()
+            )
             discarded = len(source.scan.bad_rows) * source.num_samples
             yield RunCounts(
                 tasks=len(order) - left.not_needed + discarded,

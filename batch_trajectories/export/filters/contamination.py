@@ -73,7 +73,7 @@ class Benchmark:
         if source is None:
             with self.path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
-                    yield number, {"text": self._decoded(line, number)}
+                    yield number, {"text": self._decode(line, number)}
             return
         if source.tasks:
             # Tasks that could not run here are read, too.
@@ -81,21 +81,21 @@ class Benchmark:
                 instruction = task.path / "instruction.md"
                 text = ""
                 if instruction.is_file():
-                    text = self._decoded(instruction.read_bytes(), number)
+                    text = self._decode(instruction.read_bytes(), number)
                 yield number, {"id": task.id, "instruction": text}
             return
         for number, row in enumerate(rows_of_source(source, set(), self.revision), start=1):
             if isinstance(row, bytes):
-                row = self._parsed(row, number)
+                row = self._parse(row, number)
             yield number, row if isinstance(row, dict) else {"text": row}
 
-    def _decoded(self, text: bytes, number: int) -> str:
+    def _decode(self, text: bytes, number: int) -> str:
         try:
             return text.decode()
         except UnicodeDecodeError as error:
             raise self._unusable_line("UTF-8", number) from error
 
-    def _parsed(self, line: bytes, number: int) -> Any:
+    def _parse(self, line: bytes, number: int) -> Any:
         if line == TOO_LONG:
             raise self._unusable_line("short enough", number)
         try:
@@ -129,7 +129,7 @@ _ESCAPE = re.compile(r"\\[bfnrt]")
 _FEWEST_WORDS = 5
 """Minimum words of a question: fewer words occur together by chance."""
 
-_MOST_RUNS = 20_000_000
+_MAX_WORD_RUNS = 20_000_000
 """Maximum number of runs of words. Each takes 12 bytes in a table that is at least a third full."""
 
 _REPOSITORIES = ("repo", "repo_name", "repository")
@@ -145,7 +145,7 @@ class _ShortQuestion(NamedTuple):
     length: int
     """The number of words of the question."""
     hashed: int
-    """A hash of all its words."""
+    """A hash of all words of the question."""
     question: int
     """The number of the question."""
 
@@ -187,7 +187,7 @@ class Contamination:
             )
 
     def overlap(self, record: Record) -> Rejection | None:
-        """Why a benchmark leaves a record out; None if the record overlaps with no question.
+        """The reason why a benchmark leaves a record out; None if it overlaps with no question.
 
         The reason is the name of the filter, the detail says where the overlap is.
         """
@@ -238,9 +238,9 @@ class Contamination:
                     values += 1
             for text in texts_in(row, self._text_columns):
                 self._add(text, row_number)
-            if len(self._runs) > _MOST_RUNS:
+            if len(self._runs) > _MAX_WORD_RUNS:
                 raise ConfigError(
-                    f"{OPTION}: {one.name}: more than {_MOST_RUNS:,} runs of words; name the "
+                    f"{OPTION}: {one.name}: more than {_MAX_WORD_RUNS:,} runs of words; name the "
                     "columns with questions by evaluation_text, or leave sets out"
                 )
         if len(self._rows) == before and not values:

@@ -200,7 +200,7 @@ class RecordFilters:
             self._scanner = make_scanner(with_detect_secrets=filters.secrets == "all")
 
     def rejection(self, record: Record) -> Rejection | None:
-        """Why the first filter that applies leaves a record out; None if the record is kept."""
+        """The reason of the first filter that leaves a record out; None if the record is kept."""
         if self.is_idle and record.status == "completed":
             return None
         return next(self._rejections(record), None)
@@ -210,7 +210,7 @@ class RecordFilters:
         return judgement_with_reward(record, self._reward_name).is_good(self._threshold)
 
     def row_rejection(self, record: Record) -> Rejection | None:
-        """Why a record is only part of preferences; None if it makes a row of its own."""
+        """The reason why a record is only part of preferences; None if it has a row of its own."""
         status = record.status
         if (
             self._filters.status is None

@@ -116,11 +116,11 @@ def sampled_segments(
     """
     STRICT.refuse(find_part_flaws(record.messages))
     try:
-        segments = _segments_of(record, discarded=discarded)
+        segments = _find_segments(record, discarded=discarded)
         if segments and subagents:
             for thread in walk_threads(record):
                 if _has_same_model(record, thread):
-                    segments += _segments_of(thread, discarded=discarded)
+                    segments += _find_segments(thread, discarded=discarded)
     except ValueError as error:
         raise Rejected(Reason.NO_TOKEN_IDS, str(error)) from error
     if not segments:
@@ -128,7 +128,7 @@ def sampled_segments(
     yield from map(_sampled_part, segments)
 
 
-def _segments_of(thread: StoredConversation, *, discarded: bool) -> list[_Segment]:
+def _find_segments(thread: StoredConversation, *, discarded: bool) -> list[_Segment]:
     segments = _segments(thread.turns, {})
     if discarded:
         for _, turns in _discarded_turns(thread):
@@ -154,7 +154,7 @@ class TokenFigures(Protocol):
     def top_ids(self) -> bytes: ...
     @property
     def top_logprobs(self) -> bytes: ...
-    def at(self, places: Sequence[int], top: int) -> TokenFigures: ...
+    def select(self, places: Sequence[int], top: int) -> TokenFigures: ...
 
 
 class _Figures(Protocol):
@@ -183,7 +183,7 @@ class Teacher:
             self.missing += 1
             return dict.fromkeys(f"teacher_{name}" for name in names)
         learnt = [n for n, place in enumerate(segment.sampled) if segment.mask[place]]
-        figures = figures.at(learnt, self._top)
+        figures = figures.select(learnt, self._top)
         return {f"teacher_{name}": b64encode(getattr(figures, name)).decode() for name in names}
 
     def close(self) -> None:
@@ -265,7 +265,7 @@ def discarded_replies(thread: StoredConversation) -> list[DiscardedReply]:
 def _discarded_turns(
     thread: StoredConversation,
 ) -> Iterator[tuple[DiscardedReply, list[StoredTurn]]]:
-    """Each discarded reply as the only own turn after those before it."""
+    """Yield each discarded reply as the only own turn after the turns before it."""
     for reply in discarded_replies(thread):
         before = [replace(turn, inherited=True) for turn in thread.turns[: reply.turn - 1]]
         yield reply, [*before, reply]

@@ -60,7 +60,7 @@ def _parquet_writer() -> MakeWriter:
         ]
     )
 
-    def table_of(rows: list[dict[str, Any]]) -> Any:
+    def make_table(rows: list[dict[str, Any]]) -> Any:
         for row in rows:
             for name in _AS_JSON:
                 if row.get(name) is not None:
@@ -72,7 +72,7 @@ def _parquet_writer() -> MakeWriter:
 
     def begin(file: HashingFile) -> RowTables:
         writer = pq.ParquetWriter(file, schema, compression="zstd", store_schema=False)
-        return RowTables(writer, table_of)
+        return RowTables(writer, make_table)
 
     return begin
 

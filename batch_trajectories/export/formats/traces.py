@@ -32,7 +32,7 @@ _HARNESS = "batch-trajectories"
 _NAME_CHARS = 80
 
 
-def session_of(conversation: Conversation, style: Style) -> list[dict[str, Any]]:
+def render_session(conversation: Conversation, style: Style) -> list[dict[str, Any]]:
     """Render the lines of a session; raises Rejected."""
     style.tolerance.refuse(conversation.flaws)
     record = conversation.record
@@ -97,7 +97,7 @@ class _SessionFiles(CandidateFiles):
     def add_one(self, split: str, candidate: Candidate, seen: set[Hashable]) -> Rejection | None:
         style = self._style
         lines = [
-            dumps_row(line) for line in session_of(apply_style(candidate.parsed, style), style)
+            dumps_row(line) for line in render_session(apply_style(candidate.parsed, style), style)
         ]
         # Ids can hold any character, and differ in case only.
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", candidate.record.id)[:_NAME_CHARS]

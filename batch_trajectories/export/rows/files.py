@@ -93,7 +93,7 @@ def cut_by_turn(conversation: Conversation, style: Style) -> Iterator[Conversati
     have no newlines around their text if the model saw them so.
     """
     whole = apply_style(conversation, style.with_reasoning(None))
-    seen = _trim_newlines if conversation.record.view_trimmed else _unchanged
+    seen = _trim_newlines if conversation.record.view_trimmed else _keep_entry
     replies = conversation.replies_by_turn
     entries = list(whole.entries)
     last_user = 0
@@ -137,7 +137,7 @@ def _content(entry: Entry) -> Hashable:
     return entry.reasoning, entry.text, calls, results
 
 
-def _unchanged(entry: Entry) -> Entry:
+def _keep_entry(entry: Entry) -> Entry:
     return entry
 
 

@@ -159,7 +159,7 @@ class Filters(RecipePart):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_todays_names(cls, values: Any) -> Any:
+    def _rename_old_keys(cls, values: Any) -> Any:
         """Read keys of earlier versions: `passed`, `max_per_toolsets`, and `judge` with null."""
         if not isinstance(values, dict):
             return values

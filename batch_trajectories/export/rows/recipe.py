@@ -263,7 +263,7 @@ class Recipe(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_defaults_of_all(cls, values: Any) -> Any:
+    def _apply_common_defaults(cls, values: Any) -> Any:
         """Let formats of all conversations leave none out, unless the recipe has filters."""
         formats = values.get("formats") if isinstance(values, dict) else None
         filters = values.get("filters", {}) if isinstance(values, dict) else None

@@ -55,7 +55,7 @@ def make_sample(candidate: Candidate, style: Style, *, needs_reward: bool = True
         for entry in conversation.entries
         if isinstance(entry, Turn) and not entry.is_prior
     )
-    # Everything from the first turn of this run's model on is the completion, user messages, too.
+    # The completion is everything from the first turn of this run's model on, with user messages.
     first = next(
         n
         for n, entry in enumerate(conversation.entries)
@@ -63,13 +63,13 @@ def make_sample(candidate: Candidate, style: Style, *, needs_reward: bool = True
     )
     later_entries = conversation.entries[first:]
     user_messages = sum(isinstance(entry, UserMessage) for entry in later_entries)
-    cut = len(messages) - own_messages - user_messages
+    completion_start = len(messages) - own_messages - user_messages
     tools = tools_column(conversation, style)
     return Sample(
         candidate=candidate,
         conversation=conversation,
-        prompt=messages[:cut],
-        completion=messages[cut:],
+        prompt=messages[:completion_start],
+        completion=messages[completion_start:],
         tools=tools,
         reward=reward,
     )

@@ -268,16 +268,16 @@ class CacheUse:
             if not (turns := part.own_turns):
                 continue
             if part is record or all(turn.model in models for turn in turns):
-                counted = self._counted(record.endpoint, record.model)
+                counted = self._get_use(record.endpoint, record.model)
             else:  # a subagent or a simulated user with a model of its own
-                counted = self._counted(None, turns[0].model)
+                counted = self._get_use(None, turns[0].model)
             counted.add(record, _turn_uses(record, part))
             counted.unknown += sum([_input_tokens(turn) is None for turn in turns])
 
     def merge(self, other: CacheUse) -> None:
         """Add the records of `other`, which come later."""
         for (endpoint, model), counted in other._at.items():
-            self._counted(endpoint, model).merge(counted)
+            self._get_use(endpoint, model).merge(counted)
 
     def misses(self, price_of: PriceOf | None = None) -> Misses:
         """The misses at all endpoints with a cache."""
@@ -343,7 +343,7 @@ class CacheUse:
             "endpoints": sorted(endpoints, key=lambda one: -one["input_tokens"]),
         }
 
-    def _counted(self, endpoint: str | None, model: str | None) -> _EndpointUse:
+    def _get_use(self, endpoint: str | None, model: str | None) -> _EndpointUse:
         return self._at.setdefault((endpoint, model), _EndpointUse())
 
 

@@ -52,9 +52,9 @@ class KeyCounts(dict[K, int]):
 
 # Reasons of failures are counted without the values in which they differ.
 
-_MOST_CHARS = 90
-_MOST_SHOWN = 10
-_MOST_KEPT = 1000
+_MAX_REASON_CHARS = 90
+_MAX_LISTED = 10
+_MAX_REASONS = 1000
 
 
 class Reasons:
@@ -68,7 +68,7 @@ class Reasons:
     def add(self, reason: str) -> None:
         """Count a reason."""
         plain = "".join(c if c.isprintable() else " " for c in reason)
-        text = f"{self._about}{mask_values(' '.join(plain.split()), '…')[:_MOST_CHARS]}"
+        text = f"{self._about}{mask_values(' '.join(plain.split()), '…')[:_MAX_REASON_CHARS]}"
         self._count(text, 1)
 
     def merge(self, other: Reasons) -> None:
@@ -80,13 +80,13 @@ class Reasons:
         """The counts by reason, the most frequent first; rare reasons are summed up at the end."""
         known = ((text, count) for text, count in self._counts.items() if text != self._other)
         ordered = sorted(known, key=lambda item: (-item[1], item[0]))
-        shown = dict(islice(ordered, _MOST_SHOWN))
+        shown = dict(islice(ordered, _MAX_LISTED))
         if rest := self._counts.total() - sum(shown.values()):
             shown[self._other] = rest
         return shown
 
     def _count(self, text: str, count: int) -> None:
-        if text not in self._counts and len(self._counts) >= _MOST_KEPT:
+        if text not in self._counts and len(self._counts) >= _MAX_REASONS:
             text = self._other
         self._counts[text] += count
 

@@ -21,6 +21,10 @@ from batch_trajectories.export.statistics.counts import Reasons
 from batch_trajectories.records.files import training_path
 from batch_trajectories.records.names import EXPORTS, MANIFEST_FILE
 
+_LOST = "left out"
+_LABELS = {"rows": "discarded", "audited": _LOST}
+"""The word for tasks that do not reach the next step, by step; elsewhere the reason says it."""
+
 
 def compute_funnel(
     run_dir: Path, scan: Scan, totals: RunTotals, dataset: Mapping[str, Any]
@@ -49,7 +53,7 @@ def compute_funnel(
     for row in scan.bad_rows:
         bad_rows.add(row.reason)
     steps = [
-        *_audited(dataset),
+        *_audit_steps(dataset),
         _step("rows", totals.prompts, bad_rows.to_json()),
         _step("tasks", totals.total - totals.discarded, endings),
         _step("completed", completed, {}),
@@ -61,17 +65,17 @@ def compute_funnel(
         "samples": totals.samples,
         **({} if totals.not_needed is None else {"not_needed": totals.not_needed}),
         "steps": steps,
-        "exports": [*_training_file(run_dir, totals), *_dataset(run_dir, totals)],
+        "exports": [*_training_file_exports(run_dir, totals), *_dataset_exports(run_dir, totals)],
     }
 
 
-def _audited(dataset: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _audit_steps(dataset: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if (audit := (dataset.get("source") or {}).get("only_sound")) is not None:
         lost = {f"task: {name}": n for name, n in audit["rows"].items() if name != "sound"}
         yield _step("audited", sum(audit["rows"].values()), lost)
 
 
-def funnel_as_text(funnel: Mapping[str, Any]) -> Iterator[str]:
+def format_funnel(funnel: Mapping[str, Any]) -> Iterator[str]:
     """Format a funnel as lines."""
     samples = funnel["samples"]
     for step in funnel["steps"]:
@@ -80,7 +84,7 @@ def funnel_as_text(funnel: Mapping[str, Any]) -> Iterator[str]:
         if is_sampled and "not_needed" in funnel:
             note = f"  up to {samples:,} samples per row; {funnel['not_needed']:,} not needed"
         yield f"{step['name']:<12}{step['count']:>12,}{note}"
-        # A step says how tasks stand. Which of them a file has is said of each export.
+        # A step counts tasks. How many of them a file has is a line of each export below.
         yield from _lost_lines(step["lost"], _LABELS.get(step["name"], "of these"))
     for export in funnel["exports"]:
         outdated = "; conversations have ended since, export again" if export["outdated"] else ""
@@ -94,11 +98,6 @@ def funnel_as_text(funnel: Mapping[str, Any]) -> Iterator[str]:
             yield f"  {'masked':<10}{masked['turns']:>12,}  of {masked['of']:,} turns carry no loss"
             for reason, count in masked["by_reason"].items():
                 yield f"  {'':<10}{count:>12,}  {reason}"
-
-
-_LOST = "left out"
-_LABELS = {"rows": "discarded", "audited": _LOST}
-"""The word for tasks that do not reach the next step; other steps have it from the reason."""
 
 
 def _lost_lines(lost: Mapping[str, int], label: str = _LOST) -> Iterator[str]:
@@ -115,35 +114,35 @@ def _sort_reasons(lost: Mapping[str, int]) -> dict[str, int]:
     return {reason: count for reason, count in ordered if count}
 
 
-def _training_file(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]:
-    manifest = _read(run_dir / EXPORTS / MANIFEST_FILE)
+def _training_file_exports(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]:
+    manifest = _read_manifest(run_dir / EXPORTS / MANIFEST_FILE)
     if manifest is None:
         return
     # Both kinds are in exports/partial.jsonl, whose manifest counts them together.
     wrong = min(manifest["partial"], totals.statuses.get("wrong_answer", 0))
     early = manifest["partial"] - wrong
-    lost = {**_left_out_of_all(manifest), "wrong_answer": wrong, "ended early": early}
+    lost = {**_count_left_out(manifest), "wrong_answer": wrong, "ended early": early}
     rows = manifest["exported"]
     path = training_path(run_dir).name
-    yield _export(
+    yield _describe_export(
         "hermes", path=path, manifest=manifest, totals=totals, lost=lost, rows=rows, used=rows
     )
 
 
-def _dataset(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]:
-    manifest = _read(run_dir / EXPORTS / "dataset" / MANIFEST_FILE)
+def _dataset_exports(run_dir: Path, totals: RunTotals) -> Iterator[dict[str, Any]]:
+    manifest = _read_manifest(run_dir / EXPORTS / "dataset" / MANIFEST_FILE)
     if manifest is None or manifest.get("unfinished"):
         return
-    for one in (manifest, *manifest.get("earlier", ())):
-        yield from _formats(one, totals)
+    for part in (manifest, *manifest.get("earlier", ())):
+        yield from _format_exports(part, totals)
 
 
-def _formats(manifest: Mapping[str, Any], totals: RunTotals) -> Iterator[dict[str, Any]]:
+def _format_exports(manifest: Mapping[str, Any], totals: RunTotals) -> Iterator[dict[str, Any]]:
     for part in manifest["formats"]:
-        lost = Counter(_left_out_of_all(manifest)) + Counter(part["rejected_by_reason"])
+        lost = Counter(_count_left_out(manifest)) + Counter(part["rejected_by_reason"])
         paths = (file["path"] for file in part["files"])
         path = f"exports/dataset/{next(paths, part['format']).partition('/')[0]}"
-        found = _export(
+        found = _describe_export(
             part["format"],
             path=path,
             manifest=manifest,
@@ -155,7 +154,7 @@ def _formats(manifest: Mapping[str, Any], totals: RunTotals) -> Iterator[dict[st
         yield {**found, "masked": part["masked"]} if "masked" in part else found
 
 
-def _left_out_of_all(manifest: Mapping[str, Any]) -> dict[str, int]:
+def _count_left_out(manifest: Mapping[str, Any]) -> dict[str, int]:
     """The tasks that a manifest counts as left out of all files, by reason."""
     lost = Counter(manifest["rejected_by_reason"])
     lost["failed"] += manifest["failed"]
@@ -164,7 +163,7 @@ def _left_out_of_all(manifest: Mapping[str, Any]) -> dict[str, int]:
     return lost
 
 
-def _export(
+def _describe_export(
     format_name: str,
     *,
     path: str,
@@ -177,8 +176,9 @@ def _export(
     tasks = manifest["tasks"]
     ended = tasks - manifest["discarded"] - manifest["failed"] - manifest["pending"]
     failed = manifest["rejected_by_reason"].get("failed", 0)
-    exported = (tasks, ended, failed)
     statuses = totals.statuses
+    # The same three counts when the export was made, and now.
+    exported = (tasks, ended, failed)
     now = (totals.total, sum(statuses.values()), statuses.get("failed", 0))
     return {
         "format": format_name,
@@ -191,7 +191,7 @@ def _export(
     }
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_manifest(path: Path) -> dict[str, Any] | None:
     """Read a manifest; None if nothing was exported yet. Raises `RunDirError`."""
     try:
         manifest: dict[str, Any] = orjson.loads(path.read_bytes())

@@ -80,7 +80,7 @@ class ParityCounts:
             self.turns += len(row.turns)
             self.with_reasoning += sum(bool(turn.reasoning) for turn in row.turns)
             try:
-                text, trained = strip_marks(chat(row.messages, row.tools, False))
+                text, trained = strip_marks(chat(row.messages, row.tools))
             except MemoryError:
                 raise
             except Exception as error:  # a template can raise anything
@@ -155,10 +155,10 @@ def find_difference(chat: Chat, turn: LearntTurn, tools: Sequence[Any], text: st
     `text` is that of the row; causes are those of `ParityCounts.causes`. Raises nothing.
     """
     try:
-        context, _ = strip_marks(chat(turn.before, tools, True))
+        context, _ = strip_marks(chat(turn.before, tools, is_prompt=True))
         if text.startswith(context):
             return None
-        plain, _ = strip_marks(chat(turn.before, tools, False))
+        plain, _ = strip_marks(chat(turn.before, tools))
     except Exception:  # as above: inference had no such context
         return "context"
     return "generation_prompt" if text.startswith(plain) else "context"

@@ -82,7 +82,7 @@ class Fitting:
 
         tools = tools_in(row)
         try:
-            text, _ = strip_marks(self._chat(row["messages"], tools, False))
+            text, _ = strip_marks(self._chat(row["messages"], tools))
         except Exception as error:  # a template can raise anything
             self._refused[(str(error) or type(error).__name__)[:200]] += 1
             return row
@@ -120,7 +120,7 @@ class Fitting:
         if self._fit.too_long == "cut":
             for at in reversed(turns):
                 messages = row["messages"][: at + 1]
-                text, _ = strip_marks(self._chat(messages, tools, False))
+                text, _ = strip_marks(self._chat(messages, tools))
                 if not self._is_long(text):
                     self._cut.append(row["id"])
                     return {**row, "messages": messages}, text

@@ -236,7 +236,7 @@ def _empty_think(row: TrainerRow) -> Iterator[TrainerRow]:
     return _change_messages(row, change)
 
 
-def _since_user(row: TrainerRow) -> Iterator[TrainerRow]:
+def _split_at_users(row: TrainerRow) -> Iterator[TrainerRow]:
     """Make a row for each user message, as `--segments --reasoning since_user` does."""
     asked = [n for n, message in enumerate(row.messages) if message["role"] == "user"]
     for begin, end in zip(asked, [*asked[1:], len(row.messages)], strict=True):
@@ -251,11 +251,11 @@ def _remove_reasoning(message: Message) -> Message:
     return {name: value for name, value in message.items() if name not in _REASONING}
 
 
-def _per_turn_since_user(row: TrainerRow) -> Iterator[TrainerRow]:
-    return (one for part in _since_user(row) for one in _per_turn(part))
+def _split_at_users_and_turns(row: TrainerRow) -> Iterator[TrainerRow]:
+    return (one for part in _split_at_users(row) for one in _split_turns(part))
 
 
-def _per_turn(row: TrainerRow) -> Iterator[TrainerRow]:
+def _split_turns(row: TrainerRow) -> Iterator[TrainerRow]:
     for turn in row.turns:
         yield row._replace(messages=row.messages[: turn.at + 1], turns=[turn])
 
@@ -272,10 +272,10 @@ _KEYS: Mapping[str, Change] = {
     _INLINE: _inline,
 }
 _CUTS: Mapping[str, Change] = {
-    "--segments --reasoning since_user": _since_user,
-    "--per_turn --reasoning field": _per_turn,
+    "--segments --reasoning since_user": _split_at_users,
+    "--per_turn --reasoning field": _split_turns,
 }
-_INLINE_CUTS: Mapping[str, Change] = {"--per_turn": _per_turn_since_user}
+_INLINE_CUTS: Mapping[str, Change] = {"--per_turn": _split_at_users_and_turns}
 _EMPTY: Mapping[str, Change] = {"--empty_think text": _empty_think}
 
 
@@ -284,7 +284,7 @@ _RENDER_S = 10.0
 _STUCK_S = 60
 """CPU time after which the process is killed, if no signal handler could end a rendering."""
 _SILENCE_S = 600.0
-"""After this time without a message the process counts as stuck."""
+"""Seconds without a message after which the process counts as stuck."""
 _ALIVE_EVERY_S = 1.0
 """The process sends a message at least this often while it renders."""
 _MEMORY_BYTES = 2 << 30
@@ -444,7 +444,7 @@ class _BoundedChat:
         self._pipe = pipe
         self._sent_at = time.monotonic()
 
-    def __call__(self, messages: Any, tools: Any, is_prompt: bool) -> str:
+    def __call__(self, messages: Any, tools: Any, *, is_prompt: bool = False) -> str:
         """Render messages and tools. Raises `_TooLong`, and what the template raises."""
         if (now := time.monotonic()) - self._sent_at > _ALIVE_EVERY_S:
             self._sent_at = now
@@ -452,7 +452,7 @@ class _BoundedChat:
         _bound_cpu()
         signal.setitimer(signal.ITIMER_PROF, _RENDER_S)
         try:
-            return self._render(messages, tools, is_prompt)
+            return self._render(messages, tools, is_prompt=is_prompt)
         except RecursionError as error:
             raise ValueError("too deep") from error
         finally:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from batch_trajectories.basics.errors import ConfigError
 
@@ -37,11 +37,22 @@ class Rendered(NamedTuple):
     """The places of texts that the template dropped, or why it refused the row."""
 
 
-Chat = Callable[[Sequence[Mapping[str, Any]], Sequence[Any], bool], str]
-"""A function that renders messages and tools; the flag adds the generation prompt.
+class Chat(Protocol):
+    """A function that renders messages and tools by a chat template."""
 
-The text has the marks of text with loss; see `strip_marks`.
-"""
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any],
+        *,
+        is_prompt: bool = False,
+    ) -> str:
+        """Return the text, with the marks of text with loss; see `strip_marks`.
+
+        `is_prompt`: add the generation prompt.
+        """
+        ...
+
 
 EOS = "\ufdd2"
 """A stand-in for the end-of-text token, whose name only the tokenizer knows."""
@@ -83,7 +94,7 @@ def load_chat(path: Path) -> Chat:
     except (OSError, ValueError, KeyError, TypeError, TemplateError) as error:
         raise ConfigError(f"{path}: cannot read this chat template: {error}") from error
 
-    def chat(messages: Any, tools: Any, is_prompt: bool) -> str:
+    def chat(messages: Any, tools: Any, *, is_prompt: bool = False) -> str:
         text: str = template.render(
             messages=messages,
             tools=tools or None,
@@ -113,9 +124,9 @@ def load_template(path: Path) -> Callable[[Mapping[str, Any]], Rendered]:
     def render(row: Mapping[str, Any]) -> Rendered:
         tools = tools_in(row)
         try:
-            text = chat(row["messages"], tools, False).replace(EOS, "")
+            text = chat(row["messages"], tools).replace(EOS, "")
             marks = _Marks()
-            marked = chat(*marks.replace_texts(row["messages"], tools), False)
+            marked = chat(*marks.replace_texts(row["messages"], tools))
         except Exception as error:  # a template can raise anything
             why = str(error) or type(error).__name__
             return Rendered("", [], [f"the template refuses the row: {why}"])

@@ -50,9 +50,9 @@ class _Trainer(NamedTuple):
     title: str
     package: str
     prefix: str
-    """The beginning of the names of its templates."""
+    """The beginning of the names of the trainer's templates."""
     folder: str
-    """The directory of its templates inside the package."""
+    """The directory of the templates inside the package of the trainer."""
 
 
 _TRAINERS = (
@@ -70,7 +70,7 @@ class ChatTemplate(NamedTuple):
     tokenizer: Path | None = None
     """The tokenizer.json of the model; None if unknown."""
     source: str = ""
-    """Where a template comes from that was given by name; "" for a path."""
+    """The origin of a template that was given by name; "" for a path."""
 
 
 def find_templates(given: str) -> list[ChatTemplate]:
@@ -90,7 +90,7 @@ def describe_missing(given: str) -> Iterator[str]:
     """Say which templates `all` does not stand for, since their trainer is not installed."""
     for trainer in _TRAINERS:
         if f"{trainer.prefix}{ALL}" in map(str.strip, given.split(",")) and not _folder(trainer):
-            withheld = [name for name in _withheld() if _trainer_of(name) is trainer]
+            withheld = [name for name in _read_withheld() if _find_trainer(name) is trainer]
             number = len([*_copies(trainer)])
             yield (
                 f"{trainer.prefix}{ALL}: {plural(number, 'template')} of {trainer.title} that are "
@@ -107,8 +107,8 @@ def _find(name: str) -> Iterator[ChatTemplate]:
     elif name.startswith(HUB_PREFIX):
         yield from _find_on_hub(name)
     else:
-        trainer = _trainer_of(name)
-        known = {one.name: one for one in (*_copies(trainer), *_installed(trainer))}
+        trainer = _find_trainer(name)
+        known = {one.name: one for one in (*_copies(trainer), *_find_installed(trainer))}
         if name == f"{trainer.prefix}{ALL}":
             yield from map(_check_copy, known.values())
         elif name in known:
@@ -118,8 +118,8 @@ def _find(name: str) -> Iterator[ChatTemplate]:
 
 
 def _unknown(name: str, known: Mapping[str, ChatTemplate]) -> ConfigError:
-    if reason := _withheld().get(name):
-        package = _trainer_of(name).package
+    if reason := _read_withheld().get(name):
+        package = _find_trainer(name).package
         return ConfigError(
             f"--parity: {name!r} is not shipped, since {reason}: pip install {package}, or give "
             f"{_OTHERS}"
@@ -160,12 +160,12 @@ def _table() -> Mapping[str, Any]:
     return tomllib.loads((_SHIPPED / "templates.toml").read_text(encoding="utf-8"))
 
 
-def _withheld() -> Mapping[str, str]:
+def _read_withheld() -> Mapping[str, str]:
     """The names of the templates that are not copied, each with the reason."""
     return {name: group["reason"] for group in _table()["withheld"] for name in group["names"]}
 
 
-def _trainer_of(name: str) -> _Trainer:
+def _find_trainer(name: str) -> _Trainer:
     """The trainer of a template's name: names without a prefix are of the first one."""
     return next(one for one in reversed(_TRAINERS) if name.startswith(one.prefix))
 
@@ -192,7 +192,7 @@ def _check_copy(template: ChatTemplate) -> ChatTemplate:
     return template
 
 
-def _installed(trainer: _Trainer) -> Iterator[ChatTemplate]:
+def _find_installed(trainer: _Trainer) -> Iterator[ChatTemplate]:
     folder = _folder(trainer)
     if folder is None:
         return

@@ -107,7 +107,7 @@ _RESULT_KEYS = frozenset(_Result.__struct_fields__)
 _REFERENCE_KEYS = frozenset({"trajectory_id", "session_id", "trajectory_path", "extra"})
 _PARTS: PartKinds = {"text": frozenset({"text"}), "image": None, "audio": None}
 
-_MOST_NESTED = 20
+_MAX_NESTING = 20
 """Maximum depth of subagents; deeper nesting would exceed Python's recursion limit."""
 
 
@@ -219,9 +219,9 @@ def _conversation(
     keys: set[str] = set()
     for n, inner in enumerate(document.subagent_trajectories or ()):
         where = f"{place}subagent_trajectories[{n}]."
-        if where.count("[") > _MOST_NESTED:
+        if where.count("[") > _MAX_NESTING:
             raise Unreadable(
-                f"subagent_trajectories: more than {_MOST_NESTED} subagents inside each other"
+                f"subagent_trajectories: more than {_MAX_NESTING} subagents inside each other"
             )
         typed = _read_document(inner, where)
         key = (typed.extra or {}).get("key") or references.get(typed.trajectory_id or "")

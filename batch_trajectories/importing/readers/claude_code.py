@@ -96,7 +96,7 @@ class _Kept(NamedTuple):
     """Messages that a compaction kept beside its summary."""
 
     after: str | None = None
-    """The id of the line that they follow; None without any."""
+    """The id of the line that these lines follow; None without any."""
     rows: Sequence[SourceRow] = ()
 
 

@@ -2,9 +2,9 @@
 
 A line has `type` and `payload`: facts of the session, items of the Responses API in the order in
 which the model read and wrote them, and events. After a compaction the model reads another history;
-what came before is a conversation inside the record. Session files have no tools. A reply that an
-error or a kill cut off stands in them, and in later requests, with the items that had come; only
-after a whole one there is a record of usage.
+the conversation before it becomes an inner conversation of the record. Session files have no tools.
+If an error or a kill cut a reply off, the session and later requests have the items that had
+arrived. A record of usage follows only a complete reply.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent.models.parsing import get_object, text_or_none
 from agent.models.usage import count_or_none
 from agent.wires.agent_conversations import BEFORE_COMPACTION
-from agent.wires.openai_responses import is_assistants
+from agent.wires.openai_responses import is_reply_item
 from agent.wires.wires import WIRES
 from batch_trajectories.basics.exact_json import objects_among
 from batch_trajectories.importing.codex_fields import ASIDE, check_event, check_item, has_failed
@@ -50,12 +50,19 @@ class _Reply:
     is_cut: bool = False
 
 
+class _Item(NamedTuple):
+    """An item of the Responses API in a session."""
+
+    line: int
+    """The number of the line with the item."""
+    content: dict[str, Any]
+
+
 @dataclass(slots=True)
 class _Context:
     """The items of one context of the model, until a compaction."""
 
-    items: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    """The items, each with the number of its line."""
+    items: list[_Item] = field(default_factory=list)
     replies: list[_Reply] = field(default_factory=list)
     has_ended: bool = True
     """Whether the last reply has ended, so that the next item of the model begins another."""
@@ -64,20 +71,22 @@ class _Context:
 
     def add(self, row: SourceRow, item: Mapping[str, Any], place: str, model: str | None) -> None:
         """Add an item that the session recorded. Raises `Unreadable`."""
-        plain = check_item(item, place, row.number)
-        if plain is None:
+        content = check_item(item, place, row.number)
+        if content is None:
             return
         if has_failed(item):
-            self.failed.add(str(plain.get("call_id")))
-        self.items.append((row.number, plain))
-        if not is_assistants(plain):
+            self.failed.add(str(content.get("call_id")))
+        self.items.append(_Item(row.number, content))
+        if not is_reply_item(content):
             self.has_ended = True
             return
-        read = count_or_none(get_object(row.content, "metadata").get("sampled_through_sequence"))
-        if self.has_ended or read != self.replies[-1].last_read_item:
-            self.replies.append(_Reply({"model": model, "started_at": row.time()}, read))
+        metadata = get_object(row.content, "metadata")
+        last_read_item = count_or_none(metadata.get("sampled_through_sequence"))
+        if self.has_ended or last_read_item != self.replies[-1].last_read_item:
+            facts = {"model": model, "started_at": row.time()}
+            self.replies.append(_Reply(facts, last_read_item))
             self.has_ended = False
-        self.replies[-1].items.append(plain)
+        self.replies[-1].items.append(content)
 
     def mark_cut_replies(self) -> None:
         """Remove replies that were cut off within their reasoning, and mark other cut ones."""
@@ -87,8 +96,8 @@ class _Context:
         for reply in self.replies:
             is_cut = reply.last_read_item is not None and "response_id" not in reply.facts
             if is_cut and all(item.get("type") == "reasoning" for item in reply.items):
-                gone = {id(item) for item in reply.items}
-                self.items = [one for one in self.items if id(one[1]) not in gone]
+                removed = {id(item) for item in reply.items}
+                self.items = [item for item in self.items if id(item.content) not in removed]
                 continue
             reply.is_cut = is_cut
             if whole and whole[-1].is_cut and self._are_adjacent(whole[-1], reply):
@@ -102,41 +111,44 @@ class _Context:
 
         Calls at the end of the session may still run and get none.
         """
-        answered = {item.get("call_id") for _, item in self.items if not is_assistants(item)}
-        items: list[tuple[int, dict[str, Any]]] = []
-        aborted: list[tuple[int, dict[str, Any]]] = []
+        answered = {
+            item.content.get("call_id") for item in self.items if not is_reply_item(item.content)
+        }
+        items: list[_Item] = []
+        aborted: list[_Item] = []
         for line, item in self.items:
-            if not is_assistants(item):
+            if not is_reply_item(item):
                 items += aborted
                 aborted = []
-            items.append((line, item))
+            items.append(_Item(line, item))
             id, kind = item.get("call_id"), str(item.get("type"))
-            if is_assistants(item) and id is not None and id not in answered:
+            if is_reply_item(item) and id is not None and id not in answered:
                 kind = "custom_tool_call" if kind == "custom_tool_call" else "function_call"
                 output = {"type": f"{kind}_output", "call_id": id, "output": _ABORTED_RESULT}
-                aborted.append((line, output))
+                aborted.append(_Item(line, output))
         self.items = items
 
     def _are_adjacent(self, one: _Reply, other: _Reply) -> bool:
         """Whether nothing came between two replies."""
-        ids = [id(item) for _, item in self.items]
+        ids = [id(item.content) for item in self.items]
         return ids.index(id(one.items[-1])) + 1 == ids.index(id(other.items[0]))
 
     def conversation(self, instructions: str | None) -> Dialogue:
         """Make the conversation of the context. Raises `Unreadable`."""
         wire = WIRES[_API]
-        lines = iter(self.items)
-        _, pieces = wire.split_messages({"input": [item for _, item in self.items]})
+        items = iter(self.items)
+        _, pieces = wire.split_messages({"input": [item.content for item in self.items]})
         placed: list[tuple[int | None, str, Any]] = []
         if instructions:
             placed.append((None, "base_instructions", ("system", instructions)))
         for piece in pieces:
-            line, _ = next(lines)
+            line = next(items).line
+            # A list holds the items of one reply.
             for _ in piece[1:] if isinstance(piece, list) else ():
-                next(lines)
+                next(items)
             placed.append((line, "payload", piece))
         read = read_messages(_API, placed)
-        messages = [one for messages in read for one in messages]
+        messages = [message for messages in read for message in messages]
         for message in messages:
             if message["role"] == "tool" and message["tool_call_id"] in self.failed:
                 message["is_error"] = True
@@ -242,29 +254,29 @@ def _find_event_thoughts(rows: Sequence[SourceRow]) -> dict[int, str]:
     """
     # Codex leaves reasoning that is no summary out of items, and writes the reasoning of open
     # models as events, in the same order.
-    shown: list[tuple[int, str]] = []
-    known: list[str] = []
-    lacking: list[int] = []
+    in_events: list[tuple[int, str]] = []
+    in_items: list[str] = []
+    lines_without: list[int] = []
     for row in rows:
         kind, payload = _kind_and_payload(row)
         match kind, payload:
             case "event_msg", {"type": "agent_reasoning_raw_content", "text": str(text)} if text:
-                shown.append((row.number, text))
+                in_events.append((row.number, text))
             case "response_item", {"type": "reasoning"}:
                 texts = [
                     text_or_none(one.get("text")) for one in objects_among(payload.get("content"))
                 ]
-                known += filter(None, texts)
-                lacking += [] if any(texts) else [row.number]
-    missing = [(line, text) for line, text in shown if text not in known]
-    if missing and len(missing) != len(lacking):
+                in_items += filter(None, texts)
+                lines_without += [] if any(texts) else [row.number]
+    missing = [(line, text) for line, text in in_events if text not in in_items]
+    if missing and len(missing) != len(lines_without):
         raise Unreadable("payload.text: reasoning of an event that no item has", missing[0][0])
-    return {line: text for line, (_, text) in zip(lacking, missing, strict=False)}
+    return {line: text for line, (_, text) in zip(lines_without, missing, strict=False)}
 
 
 def _begin_context(row: SourceRow, payload: Mapping[str, Any]) -> _Context:
     """Make the context with which the model continues. Raises `Unreadable`."""
-    part = _Context()
+    context = _Context()
     history, place = payload.get("replacement_history"), "payload.replacement_history"
     if not history:
         message = payload.get("message")
@@ -275,9 +287,9 @@ def _begin_context(row: SourceRow, payload: Mapping[str, Any]) -> _Context:
     if not isinstance(history, list) or not all(isinstance(item, dict) for item in history):
         raise Unreadable(f"{place}: it must be a list of objects", row.number)
     for n, item in enumerate(history):
-        part.add(row, item, f"{place}[{n}]", None)
-    part.replies, part.has_ended = [], True  # these replies belong to the context before
-    return part
+        context.add(row, item, f"{place}[{n}]", None)
+    context.replies, context.has_ended = [], True  # these replies belong to the context before
+    return context
 
 
 def _add_usage(reply: dict[str, Any], counts: Mapping[str, Any]) -> None:

@@ -84,7 +84,7 @@ function decoded(text) {
 // There is no such run or conversation, which goes with the address.
 class Missing extends Error {}
 
-// What is known of the run: `_about` in writer.py names the keys. Set by the source.
+// What is known of the run: `_describe_run` in writer.py names the keys. Set by the source.
 let meta = null;
 
 // `source` is where the data comes from, one object for each kind of page: source.js of the report,

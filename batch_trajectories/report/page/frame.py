@@ -27,7 +27,7 @@ def frame_page(parts: Mapping[str, bytes]) -> bytes:
     )
 
 
-def joined(*, sources: str) -> str:
+def join_scripts(*, sources: str) -> str:
     """The script of a page; `sources` is the text of its own scripts."""
     before = [read_part(name) for name in (*CORE, *SHARED)]
     return "\n".join([*before, sources, *map(read_part, MAIN)])

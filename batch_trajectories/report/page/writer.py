@@ -43,7 +43,7 @@ from batch_trajectories.records.names import EXPORTS, MANIFEST_FILE
 from batch_trajectories.records.reader import RecordPart, process_records
 from batch_trajectories.records.record_types import Record, Tools
 from batch_trajectories.report.facts import make_table_row
-from batch_trajectories.report.page.frame import frame_page, joined, read_part
+from batch_trajectories.report.page.frame import frame_page, join_scripts, read_part
 
 if TYPE_CHECKING:
     from batch_trajectories.engine.stopping import StoppingRule
@@ -99,9 +99,9 @@ class Collected(NamedTuple):
 
     rows: bytes
     records: bytes
-    """Both as JSON lists for the page; empty lists if they are in files."""
+    """The records and rows as JSON lists for the page; empty lists if they are in files."""
     row_pieces: int
-    """0 if they are in the page."""
+    """The number of files with rows; 0 if the rows are in the page."""
     rows_file: Path
 
 
@@ -177,7 +177,7 @@ class Pieces:
 
 
 def temporary_directory(directory: Path) -> Path:
-    """Where files are until they are put into `directory`."""
+    """The directory of the files until they are moved into `directory`."""
     return directory.with_name(f"{directory.name}.part")
 
 
@@ -269,7 +269,7 @@ def write_report(
         return part
 
     is_audit = bool(run["config"].get("audit"))
-    about = cache(partial(_about, stored))
+    about = cache(partial(_describe_run, stored))
     try:
         shutil.rmtree(temporary_directory(directory), ignore_errors=True)
         if is_audit:
@@ -409,7 +409,7 @@ def masks_of_dataset(run_dir: Path, *, calls_functions: bool = True) -> Masks | 
         return None
 
 
-def _about(stored: StoredRun) -> dict[str, Any]:
+def _describe_run(stored: StoredRun) -> dict[str, Any]:
     run = stored.identity
     # The reason why it is unknown would name a path of this machine.
     funnel, _, signs = stored.funnel_if_known()
@@ -485,7 +485,7 @@ def training_form(
 
     All turns of `gpt` carry loss, also those from the prompt: trainers mask by speaker.
     """
-    routed = route_record(record, own, style=style, render=_shown)
+    routed = route_record(record, own, style=style, render=_visible_turns)
     row = routed.row
     if routed.file == "rejects":
         form = {"reason": row["reason"], "detail": row["detail"], "system": None}
@@ -496,11 +496,11 @@ def training_form(
         "detail": None,
         **row,
         "system": key_of(row["system"]),
-        **({} if masks is None else {"masked": _masked(record, masks)}),
+        **({} if masks is None else {"masked": _masked_turns(record, masks)}),
     }
 
 
-def _shown(conversation: Conversation, style: Style) -> dict[str, Any]:
+def _visible_turns(conversation: Conversation, style: Style) -> dict[str, Any]:
     """`system` (the text), `turns` and `given`."""
     system, *turns = make_turns(conversation, style)
     shown = [(speaker := turn["from"], turn["value"], speaker == "gpt") for turn in turns]
@@ -510,7 +510,7 @@ def _shown(conversation: Conversation, style: Style) -> dict[str, Any]:
     return {"system": system["value"], "turns": shown, "given": given}
 
 
-def _masked(record: Record, masks: Masks) -> dict[str, Sequence[str]]:
+def _masked_turns(record: Record, masks: Masks) -> dict[str, Sequence[str]]:
     try:
         entries = masks.apply(read_conversation(record)).entries
     except ConfigError as error:  # the user's function fails, which the page says at each turn
@@ -528,7 +528,7 @@ def render_page(meta: dict[str, Any], *, rows: bytes, records: bytes) -> bytes:
     address, frame or form.
     """
     style = read_part("page.css")
-    script = joined(sources=read_part("source.js"))
+    script = join_scripts(sources=read_part("source.js"))
     files = " 'self' file:" if meta["row_pieces"] else ""
     policy = (
         f"default-src 'none'; script-src {_source(script)}{files}; style-src {_source(style)}; "

@@ -89,7 +89,7 @@ def make_charts(table: Table, masks: Masks) -> dict[str, Any]:
         "failures": _sum_counts(columns["failure_kinds"], columns["failure_calls"]),
         "flags": count_values(pc.list_flatten(columns["flags"])),
         "reasoning": {"all": _count(all_reasoned), "some": some, "none": _count(none_reasoned)},
-        "over_time": _over_time(columns["finished_at"], columns["passed"]),
+        "over_time": _count_over_time(columns["finished_at"], columns["passed"]),
         "histograms": dict(zip(_HISTOGRAMS, POOL.map(make_histogram, _HISTOGRAMS), strict=True)),
     }
 
@@ -150,7 +150,7 @@ def _sum_counts(names: pa.ChunkedArray, numbers: pa.ChunkedArray) -> list[list[A
     return sorted(map(list, rows), key=lambda pair: (-pair[1], pair[0]))
 
 
-def _over_time(times: pa.ChunkedArray, passed: pa.ChunkedArray) -> dict[str, Any] | None:
+def _count_over_time(times: pa.ChunkedArray, passed: pa.ChunkedArray) -> dict[str, Any] | None:
     ends = pc.min_max(times).as_py()
     first, last = ends["min"], ends["max"]
     if first is None:

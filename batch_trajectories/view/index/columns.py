@@ -21,7 +21,7 @@ from batch_trajectories.report.facts import make_table_row
 from batch_trajectories.report.page.writer import training_form
 
 FORMAT = 4
-"""Raise it when columns change: indexes of earlier formats are made again."""
+"""The version of the index; raise it when columns change, so that indexes are made again."""
 
 _TEXTS, _COUNTS, _NAMES = pa.list_(pa.string()), pa.list_(pa.int64()), pa.list_(pa.string())
 _KEY = pa.binary(16)
@@ -79,11 +79,11 @@ SCHEMA = pa.schema(
     ]
 )
 _SEARCHED = ("id", "prompt", "step", "answer", "reason", "error", "model")
-_SHOWN = [name for name in SCHEMA.names if name not in ("key", "search", "offset", "length")]
+_ROW_COLUMNS = [name for name in SCHEMA.names if name not in ("key", "search", "offset", "length")]
 
 
 class LinePlace(NamedTuple):
-    """Where a record is, and its scores in scores.jsonl."""
+    """The place of a record, and of its scores in scores.jsonl."""
 
     offset: int
     length: int
@@ -145,7 +145,7 @@ def make_batch(values: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
 
 def make_rows(batch: pa.RecordBatch, places: Iterable[int]) -> list[dict[str, Any]]:
     """The rows of a batch at these places, in their order, as the page shows them."""
-    some = batch.select(_SHOWN).take(pa.array(places, pa.int64())).to_pylist()
+    some = batch.select(_ROW_COLUMNS).take(pa.array(places, pa.int64())).to_pylist()
     return [_row(one) for one in some]
 
 

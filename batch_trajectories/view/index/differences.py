@@ -10,7 +10,7 @@ import orjson
 from batch_trajectories.api.stored_run import StoredRun
 from batch_trajectories.report.comparison import compare
 
-_MOST = 200
+_MAX_ITEMS = 200
 _LISTS = ("changed", "judged_otherwise", "labelled_otherwise")
 
 
@@ -19,8 +19,8 @@ def differences(first: Path, second: Path) -> str:
     found = compare(StoredRun(first), StoredRun(second))
     more: dict[str, Any] = {}
     for name in _LISTS:
-        more[name] = max(0, len(found[name]) - _MOST)
-        found[name] = found[name][:_MOST]
-    more["only"] = [max(0, len(ids) - _MOST) for ids in found["only"]]
-    found["only"] = [ids[:_MOST] for ids in found["only"]]
+        more[name] = max(0, len(found[name]) - _MAX_ITEMS)
+        found[name] = found[name][:_MAX_ITEMS]
+    more["only"] = [max(0, len(ids) - _MAX_ITEMS) for ids in found["only"]]
+    found["only"] = [ids[:_MAX_ITEMS] for ids in found["only"]]
     return orjson.dumps({**found, "more": more}).decode()

@@ -26,7 +26,7 @@ from batch_trajectories.records.reader import RecordPart, process_records
 
 NAME = "facts.json"
 
-_WAITS = 20
+_WAIT_FACTOR = 20
 """A run that grows is read again after so many times as long as that takes."""
 
 
@@ -82,7 +82,7 @@ def make_facts(run_dir: Path, cache: Path) -> None:
 
 
 def _count_verdicts(run_dir: Path) -> dict[str, int] | None:
-    """How many tasks of an audit have each verdict; None before its end."""
+    """Count the tasks of an audit by verdict; None before its end."""
     try:
         with (run_dir / TASKS_FILE).open("rb") as file:
             return dict(Counter(orjson.loads(line)["verdict"] for line in file))
@@ -115,4 +115,6 @@ def read_facts(cache: Path, run_dir: Path) -> tuple[dict[str, Any] | None, bool]
     if made is None or not {"state", "took_s", "facts"} <= made.keys():
         return None, True
     age = time.time() - made["facts"]["as_of"]["at"]
-    return made["facts"], made["state"] != source_state(run_dir) and age > _WAITS * made["took_s"]
+    return made["facts"], made["state"] != source_state(run_dir) and age > _WAIT_FACTOR * made[
+        "took_s"
+    ]

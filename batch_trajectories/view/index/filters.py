@@ -90,7 +90,7 @@ class RowFilters:
     source: tuple[tuple[str, str], ...] = ()
     """The parameters, which name the filter."""
 
-    def joined(self, more: Sequence[Choice] = ()) -> Choice | None:
+    def join(self, more: Sequence[Choice] = ()) -> Choice | None:
         """One choice of all, and of `more`; None without any."""
         choices = [*self.choices, *more]
         if not choices:
@@ -111,13 +111,13 @@ def read_filters(query: MultiMapping[str]) -> RowFilters:
     filters.source = tuple(sorted((key, query_value) for key, query_value in query.items()))
     filters.source = tuple(pair for pair in filters.source if pair[0] in KNOWN)
     for name in _CATEGORIES:
-        if wanted := _given(query, name):
+        if wanted := _query_values(query, name):
             filters.choices.append(_choose_values(name, wanted))
-    if tools := _given(query, "tool"):
+    if tools := _query_values(query, "tool"):
         filters.choices.append(_in_list("tool_names", tools))
-    for flag in _given(query, "flag"):
+    for flag in _query_values(query, "flag"):
         filters.choices.append(COMPUTED.get(flag) or _in_list("flags", [flag]))
-    filters.labels = _given(query, "label")
+    filters.labels = _query_values(query, "label")
     if strange := set(filters.labels) - set(LABELS):
         raise BadFilter(f"label={strange.pop()}: must be one of {', '.join(LABELS)}")
     if passed := query.get("passed"):
@@ -130,9 +130,9 @@ def read_filters(query: MultiMapping[str]) -> RowFilters:
         filters.choices.append(_has("search", word))
     filters.undecided_by = query.get("undecided_by", "")
     filters.text = query.get("text", "").strip()
-    for condition in _given(query, "where"):
+    for condition in _query_values(query, "where"):
         filters.choices.append(_where(condition))
-    if ids := _given(query, "ids"):
+    if ids := _query_values(query, "ids"):
         filters.choices.append(_choose_values("id", ids))
     return filters
 
@@ -180,7 +180,7 @@ def either(choices: Sequence[Choice]) -> Choice:
     return chooses
 
 
-def _given(query: MultiMapping[str], name: str) -> list[str]:
+def _query_values(query: MultiMapping[str], name: str) -> list[str]:
     return [value for value in query.getall(name, []) if value]
 
 

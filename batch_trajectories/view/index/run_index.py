@@ -57,7 +57,7 @@ class Maker:
         return self._process.poll() is not None
 
     def problem(self) -> str | None:
-        """Why it failed; None if it did not."""
+        """The reason why the process failed; None if it did not."""
         if self._process.returncode in (0, None):
             return None
         size = self._said.seek(0, 2)
@@ -101,7 +101,7 @@ class RunIndex:
 
     @property
     def version(self) -> str:
-        """Changes with the rows."""
+        """A text that changes with the rows."""
         name = "" if self._shown is None else self._shown.name
         return f"{name}-{self.table.bytes:x}"
 
@@ -116,8 +116,8 @@ class RunIndex:
             "unreadable": self.table.unreadable,
         }
 
-    def look(self) -> Table:
-        """Bring the table up to date as far as that takes no time; the table.
+    def refresh(self) -> Table:
+        """Bring the table up to date as far as that takes no time, and return it.
 
         Raises `RunDirError` if the run is gone. `State.open` refuses files that are not plain.
         """

@@ -21,7 +21,7 @@ from batch_trajectories.view.index.parts import IndexPart, open_part
 POOL = ThreadPoolExecutor(2, thread_name_prefix="columns")
 """Arrow's functions let other threads run."""
 
-_MOST_COMPARED = 24
+_MAX_COMPARED = 24
 """Parts; merged ones grow at least by half each, so that there are fewer."""
 
 Masks = list[pa.BooleanArray]
@@ -61,7 +61,7 @@ class Table:
         self.batches = [batch for found, _ in self._opened.values() for batch in found]
         self.unreadable = sum(bad for _, bad in self._opened.values())
         self.bytes = sum(part.end - part.begin for part in self.parts)
-        """Of records.jsonl."""
+        """The number of bytes of records.jsonl that the table covers."""
         self._starts = [0, *accumulate(batch.num_rows for batch in self.batches)]
         self.counting = self._counting()
         """The rows that no later record of the same task replaces."""
@@ -72,7 +72,7 @@ class Table:
         While a new index is made, of many parts, nothing is compared: they are merged at its end.
         """
         masks = [pa.repeat(pa.scalar(True), batch.num_rows) for batch in self.batches]
-        if len(self.parts) > _MOST_COMPARED:
+        if len(self.parts) > _MAX_COMPARED:
             return masks
         first = 0
         for found, _ in self._opened.values():
@@ -98,7 +98,7 @@ class Table:
         return [*POOL.map(masked, zip(self.batches, self.counting, strict=True))]
 
     def columns(self, masks: Masks, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
-        """These columns of the selected rows."""
+        """Read some columns of the selected rows."""
 
         def select_column(name: str) -> pa.ChunkedArray:
             chunks = []
@@ -167,7 +167,7 @@ class Table:
         return [made[at] for at in range(len(numbers))]
 
     def place(self, number: int) -> RowPlace:
-        """Where the row with a number is."""
+        """The place of the row with this number."""
         batch = bisect_right(self._starts, number) - 1
         return RowPlace(batch, number - self._starts[batch])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batch_trajectories.report.page.frame import frame_page, joined, read_part
+from batch_trajectories.report.page.frame import frame_page, join_scripts, read_part
 
 _HERE = "batch_trajectories.view.page"
 _SCRIPTS = ("server.js", "runs.js", "comparing.js", "reading.js", "deciding.js", "steering.js")
@@ -21,7 +21,7 @@ def html() -> bytes:
 
 def script() -> bytes:
     """All scripts as one module."""
-    return joined(sources="\n".join(read_part(name, _HERE) for name in _SCRIPTS)).encode()
+    return join_scripts(sources="\n".join(read_part(name, _HERE) for name in _SCRIPTS)).encode()
 
 
 def style() -> bytes:

@@ -115,7 +115,7 @@ def test_a_reply_ends_only_when_it_is_on_disk(api: str, *, is_stream: bool) -> N
         await on_disk.wait()
 
     async def run() -> None:
-        async with run_gateway(api, kept=kept) as world:
+        async with run_gateway(api, wait_until_persisted=kept) as world:
             reading = asyncio.create_task(world.read(ask(stream=is_stream)))
             await waits.wait()
             assert [event["kind"] for event in world.events] == ["exchange"]
@@ -137,7 +137,9 @@ def test_a_stream_stops_before_its_last_event_until_it_is_on_disk(api: str) -> N
 
     async def run() -> None:
         async with (
-            run_gateway(api, kept=on_disk.wait, keepalive_s=0.01, is_live=True) as world,
+            run_gateway(
+                api, wait_until_persisted=on_disk.wait, keepalive_s=0.01, is_live=True
+            ) as world,
             world.post(ask(stream=True)) as response,
         ):
             seen = b""

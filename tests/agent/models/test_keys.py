@@ -261,4 +261,4 @@ def test_a_failed_call_says_whose_key_it_carried(
     monkeypatch.setenv("OPENAI_API_KEY", "sk-set-here")
     monkeypatch.setenv("MY_KEY", "sk-of-mine")
     settings = ModelSettings(name="m", api="openai_chat", base_url="http://x", key_env=key_env)
-    assert settings.source_of(api_key).startswith(message)
+    assert settings.describe_key_source(api_key).startswith(message)

@@ -22,7 +22,7 @@ from toolsets.images.names import DIGEST, ImageError
 
 _POLL_S = 0.1
 _SPARE_BYTES = 512 << 20
-"""What a download leaves free on the disk."""
+"""Bytes that a download leaves free on the disk."""
 _PIECE_BYTES = 1 << 20
 
 

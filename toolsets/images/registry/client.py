@@ -46,7 +46,7 @@ class Place(NamedTuple):
     address: URL
     """Scheme, host and port."""
     prefix: str
-    """What precedes the names of repositories there: "" or a path with a slash at its end."""
+    """The path before names of repositories at the server; "", or it ends with a slash."""
     registry: str
     """The host by which the files of `docker login` know it."""
 
@@ -64,7 +64,7 @@ class RegistryClient:
         self._transport: RegistryTransport | None = None
         self._tokens: RegistryTokens | None = None
         self._down_until: dict[URL, float] = {}
-        """By the address of a mirror that failed: when it is tried again."""
+        """The time at which a mirror that failed is tried again, by its address."""
 
     async def __aenter__(self) -> Self:
         self._transport = RegistryTransport()

@@ -27,7 +27,7 @@ _TOKEN_USER = "<token>"
 
 
 class Credentials(NamedTuple):
-    """What a registry gets to know who asks."""
+    """The name and secret by which a registry knows its caller."""
 
     user: str
     password: str

@@ -29,7 +29,7 @@ class RegistryName:
     """The host, with its port if it has one."""
     repository: str
     tag: str | None
-    """None if only a digest is given."""
+    """The tag; None if only a digest is given."""
     digest: str | None
     """The digest of the manifest, or of a list of manifests. It wins over the tag."""
 

@@ -69,7 +69,7 @@ _VARIANTS = {"arm64": ("v8", None), "amd64": (None, "v1")}
 
 
 class BlobEntry(NamedTuple):
-    """What a manifest says about a blob."""
+    """A blob in a manifest."""
 
     digest: str
     size: int
@@ -257,7 +257,7 @@ class Puller:
                 await asyncio.to_thread(partial.append, piece)
 
 
-def layout_of(directory: Path, reference: str) -> Path | None:
+def find_layout(directory: Path, reference: str) -> Path | None:
     """Return the layout of an image that was fetched into a directory of images, if it was."""
     with suppress(ImageError):
         layout = directory / DIRECTORY / _path(parse_name(reference))

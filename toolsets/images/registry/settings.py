@@ -33,7 +33,7 @@ Address = Annotated[str, AfterValidator(_check_address)]
 
 
 class RegistrySettings(BaseModel):
-    """How images are fetched from registries."""
+    """The settings for fetching images from registries."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,4 +1,4 @@
-"""How registries ask who calls (`WWW-Authenticate`), and what they are answered.
+"""Answers registries that ask who calls (`WWW-Authenticate`).
 
 A registry names an address that gives short-lived tokens. Tokens and passwords are sent only there
 and to the registry itself.
@@ -31,7 +31,7 @@ class Challenge(NamedTuple):
     """One way by which a server lets itself be asked."""
 
     scheme: str
-    """In lower case, such as `bearer`."""
+    """The name of the scheme in lower case, such as `bearer`."""
     parameters: dict[str, str]
 
 

@@ -24,7 +24,7 @@ _CONNECT_S = 20.0
 _SILENT_S = 60.0
 """Seconds without a byte after which a request has failed."""
 _BUFFER_BYTES = 128 << 10
-"""What a lost connection may take along: aiohttp drops what it has not handed out."""
+"""Maximum bytes that a lost connection costs: aiohttp drops data that was not read yet."""
 _MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 _BUSY = (429, 503)
@@ -68,7 +68,7 @@ class RegistryTransport:
             headers={"Accept-Encoding": "identity"},
         )
         self._quiet_until: defaultdict[URL, float] = defaultdict(float)
-        """By origin: when a busy server may be asked again."""
+        """The time at which a busy server may be asked again, by origin."""
 
     async def close(self) -> None:
         """Close all connections."""
@@ -124,7 +124,7 @@ class RegistryTransport:
     def _check(self, url: URL, response: aiohttp.ClientResponse) -> None:
         status = response.status
         if status in _BUSY:
-            wait_s = _retry_after(response.headers.get("Retry-After"))
+            wait_s = _parse_retry_after(response.headers.get("Retry-After"))
             if wait_s is not None and status == 429:
                 until = time.monotonic() + min(wait_s, MAX_WAIT_S)
                 self._quiet_until[url.origin()] = max(self._quiet_until[url.origin()], until)
@@ -193,7 +193,7 @@ def _next_url(url: URL, response: aiohttp.ClientResponse) -> URL:
     return there
 
 
-def _retry_after(value: str | None) -> float | None:
+def _parse_retry_after(value: str | None) -> float | None:
     """Return the seconds of a `Retry-After`: a number, or a date."""
     if value is None:
         return None

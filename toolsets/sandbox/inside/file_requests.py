@@ -114,7 +114,7 @@ class FileRequests:
         if stat.S_ISREG(status.st_mode):
             return {"entries": [(prefix.rstrip("/"), "file", status.st_size)], "more": False}
         entries: list[Entry] = []
-        for entry in _walked(top, prefix, request["after"]):
+        for entry in _walk_tree(top, prefix, request["after"]):
             if len(entries) == _MAX_ENTRIES:
                 return {"entries": entries, "more": True}
             entries.append(entry)
@@ -130,7 +130,7 @@ class FileRequests:
         closed = None if request["with_git"] else ".git"
         entries: list[Entry] = []
         marks: list[str] = []
-        for entry in _walked(top, "", request["after"], closed=closed, exact=True):
+        for entry in _walk_tree(top, "", request["after"], closed=closed, exact=True):
             if len(entries) == _MAX_ENTRIES:
                 return {"entries": entries, "marks": marks, "more": True}
             entries.append(entry)
@@ -230,7 +230,7 @@ class FileRequests:
         raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "")
 
 
-def _walked(
+def _walk_tree(
     top: str, prefix: str, after: str | None, closed: str | None = None, *, exact: bool = False
 ) -> Iterator[Entry]:
     """Walk without following links; begin after the entry with the key `after`.

@@ -1,8 +1,8 @@
 """Forks sandboxes: Python is started and its modules are imported once, not in each sandbox.
 
-Requests on its standard input are frames as the server's, each with the descriptors of a sandbox:
-its socket, its standard error, and files that put it into control groups. For `bwrap` it runs
-inside bubblewrap, for `local` as a plain process. It runs no commands itself.
+Its standard input is a socket. A request there is a frame like those of `server`, with the
+descriptors of a sandbox: its socket, its standard error, and files of control groups to enter. For
+`bwrap` it runs inside bubblewrap, for `local` as a plain process. It runs no commands itself.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class ForkServer:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         begin, _ = self._next_request()
         self._is_confining = begin["is_confined"]
-        # Keep the namespace open: a fork replaces that of our children for a moment.
+        # Keep the namespace open: while it forks, this process sets another one for its children.
         self._namespace = os.open(_OWN_NAMESPACE, os.O_RDONLY) if self._is_confining else -1
         trial = begin["trial"]
-        self._reply({"id": 0, "refused": None if trial is None else self._try(trial)})
+        self._reply({"id": 0, "refused": None if trial is None else self._try_sandbox(trial)})
 
     def serve(self) -> NoReturn:
         """Fork until the other end is closed."""
@@ -64,18 +64,18 @@ class ForkServer:
     def _become(self, request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         try:
             control, errors, *groups = descriptors
-            for fd, at in ((control, 0), (control, 1), (errors, 2)):
-                os.dup2(fd, at)
+            for fd, standard_fd in ((control, 0), (control, 1), (errors, 2)):
+                os.dup2(fd, standard_fd)
             for fd in groups:
                 with contextlib.suppress(OSError):
-                    os.write(fd, b"0")  # the process that writes
+                    os.write(fd, b"0")  # 0 stands for the process that writes
             self._requests.detach()
             close_descriptors(kept={0, 1, 2})
             os.setsid()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._confine(request)
             os.environ.update(request["env"])
-            serve(request["terms"], self._introduce)
+            serve(request["terms"], self._send_handle)
         except BaseException as error:
             os.write(2, f"{error}\n".encode())
         finally:
@@ -91,15 +91,15 @@ class ForkServer:
             enter_image(workspace, request["tmp_bytes"], request["network"], image)
             os.environ.clear()
 
-    def _introduce(self, replies: int) -> None:
-        """Send a handle of this process, whose number means nothing outside of its namespace."""
+    def _send_handle(self, replies: int) -> None:
+        """Send a pidfd of this process: its number means nothing outside of its namespace."""
         handle = os.pidfd_open(os.getpid())
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [handle]))
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, os.dup(replies)) as control:
             control.sendmsg([b"\0"], [rights])
         os.close(handle)
 
-    def _try(self, request: dict[str, Any]) -> int | None:
+    def _try_sandbox(self, request: dict[str, Any]) -> int | None:
         """Fork a sandbox on trial; return the error number, or None if it works."""
         try:
             pid = self._fork()

@@ -58,7 +58,7 @@ def filter_program(machine: str) -> bytes | None:
         block = _block((*numbers, *_IO_URING), sockets, socketcall)
         steps.append((_EQUAL, 0, len(block), architecture))
         steps += block
-    steps.append(_refused(errno.ENOSYS))
+    steps.append(_refuse(errno.ENOSYS))
     return b"".join(struct.pack("=HBBI", code, yes, no, value) for code, yes, no, value in steps)
 
 
@@ -68,10 +68,10 @@ def _block(
     """Return the steps for one architecture. A jump states how many steps it skips."""
     families = [(_LOAD, 0, 0, _FIRST_ARGUMENT)]
     families += [(_EQUAL, len(_FAMILIES) - n, 0, family) for n, family in enumerate(_FAMILIES)]
-    families += [_refused(errno.EAFNOSUPPORT), (_RETURN, 0, 0, _ALLOW)]
+    families += [_refuse(errno.EAFNOSUPPORT), (_RETURN, 0, 0, _ALLOW)]
     older = [(_LOAD, 0, 0, _FIRST_ARGUMENT)]
     older += [(_EQUAL, len(_SOCKETCALLS) - n, 0, kind) for n, kind in enumerate(_SOCKETCALLS)]
-    older += [(_RETURN, 0, 0, _ALLOW), _refused(errno.EAFNOSUPPORT)]
+    older += [(_RETURN, 0, 0, _ALLOW), _refuse(errno.EAFNOSUPPORT)]
     rules = [(_AT_LEAST, _X32), *((_EQUAL, number) for number in numbers)]
     # The steps after the tests: allow, refuse, check the family, check `socketcall`.
     steps = [(_LOAD, 0, 0, _NUMBER)]
@@ -82,9 +82,9 @@ def _block(
         steps.append((_EQUAL, tests - n + 1, 0, number))
     if socketcall is not None:
         steps.append((_EQUAL, 2 + len(families), 0, socketcall))
-    steps += [(_RETURN, 0, 0, _ALLOW), _refused(errno.ENOSYS), *families]
+    steps += [(_RETURN, 0, 0, _ALLOW), _refuse(errno.ENOSYS), *families]
     return steps + (older if socketcall is not None else [])
 
 
-def _refused(number: int) -> tuple[int, int, int, int]:
+def _refuse(number: int) -> tuple[int, int, int, int]:
     return (_RETURN, 0, 0, _ERROR | number)

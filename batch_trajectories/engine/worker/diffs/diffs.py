@@ -20,7 +20,7 @@ from batch_trajectories.engine.worker.diffs.changes import (
     is_unchanged,
 )
 from batch_trajectories.engine.worker.diffs.git import DiffError, image_sandbox
-from batch_trajectories.engine.worker.diffs.making import empty_diff, make_diff, no_diff, recorded
+from batch_trajectories.engine.worker.diffs.making import empty_diff, make_diff, no_diff, to_record
 from batch_trajectories.engine.worker.diffs.plain import Differ, Differs, Plain, make_plain
 from batch_trajectories.engine.worker.workspace_setup import SetupFailed
 from toolsets.context import ToolContext
@@ -64,7 +64,7 @@ class Diffs:
         unchanged, changes = begin
         plain = None if changes is None else await self._plain(changes, opening)
         if not is_afresh and (unchanged or plain is not None):
-            return empty_diff() if plain is None else recorded(plain.patch)
+            return empty_diff() if plain is None else to_record(plain.patch)
         again = fresh = None
         try:
             fresh = await opening.fresh()

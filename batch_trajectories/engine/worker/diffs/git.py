@@ -56,7 +56,7 @@ async def run(
     return result
 
 
-def listed(paths: Iterable[str]) -> bytes:
+def encode_paths(paths: Iterable[str]) -> bytes:
     """Paths as git reads them with `-z`."""
     return b"".join(path.encode() + b"\0" for path in sorted(paths))
 

@@ -22,8 +22,8 @@ from batch_trajectories.engine.worker.diffs.git import (
     SHOWN_AS,
     DiffError,
     batches,
+    encode_paths,
     image_sandbox,
-    listed,
     run,
     uppermost,
 )
@@ -110,7 +110,7 @@ async def make_diff(
 
     Nothing else may run in either. What the model did not have is left out; what the check takes
     from the image is in the diff, but in the fresh workspace as before. `plain` is the diff where
-    that is known. For what is returned see `recorded`. Raises `DiffError`.
+    that is known. For what is returned see `to_record`. Raises `DiffError`.
     """
     known = known or Known()
     try:
@@ -122,16 +122,16 @@ async def make_diff(
         changes, nested = await find_changes(worked, fresh, top, setup, known)
         plain = plain or await make_plain(changes, Differ(fresh, top, nested))
         if plain is None:
-            return recorded(await _make_in_copy(changes, nested, fresh))
+            return to_record(await _make_in_copy(changes, nested, fresh))
         await _remove(fresh, changes)
         carried = _remove_paths(changes.changed, plain.ignored)
         await _copy_changes(changes.source, cast("ImageFiles", fresh.workspace), top, carried)
-        return recorded(plain.patch)
+        return to_record(plain.patch)
     except ToolError as error:
         raise DiffError(str(error)) from error
 
 
-def recorded(patch: bytes) -> dict[str, Any]:
+def to_record(patch: bytes) -> dict[str, Any]:
     """A diff as a record has it.
 
     `patch` is text as `git apply` takes it, `truncated` whether it is longer than is kept, and
@@ -159,13 +159,13 @@ async def _make_in_copy(changes: Changes, nested: Sequence[str], fresh: ToolCont
     store = f"/tmp/.diff-{files.root.name[:16]}"
     # What is beneath a directory is ignored if it is.
     inside = {f"{path}/-" for path in changes.closed}
-    ignored = await _ignored(fresh, changes.had | inside, top, store, _BEGIN, *nested)
+    ignored = await _find_ignored(fresh, changes.had | inside, top, store, _BEGIN, *nested)
     had = changes.had - ignored
     for path in inside - ignored:
         raise DiffError(f"{path[:-2]!r}: the directory cannot be read")
     for path in had:
         _check_name(path)
-    await run(sandbox, _BEFORE, top, store, stdin=listed(had))
+    await run(sandbox, _BEFORE, top, store, stdin=encode_paths(had))
     kept = [*batches(changes.of_image)]
     for part, some in enumerate(kept):
         await run(sandbox, _SAVE, top, store, str(part), *some)
@@ -173,9 +173,11 @@ async def _make_in_copy(changes: Changes, nested: Sequence[str], fresh: ToolCont
     rules = {path for path in changed if path.rpartition("/")[2] == _IGNORES}
     await _copy_changes(source, files, top, {path: changed[path] for path in rules})
     if new := changed.keys() - had:
-        changed = _remove_paths(changed, await _ignored(fresh, new, top, store, _IGNORED_LATER))
+        changed = _remove_paths(
+            changed, await _find_ignored(fresh, new, top, store, _IGNORED_LATER)
+        )
     await _copy_changes(source, files, top, _remove_paths(changed, rules))
-    await run(sandbox, _END, top, store, *nested, stdin=listed(changed))
+    await run(sandbox, _END, top, store, *nested, stdin=encode_paths(changed))
     patch = await asyncio.to_thread(files.read_bytes, f"{store}/patch", MAX_BYTES + 1)
     for part, some in enumerate(kept):
         await run(sandbox, _BRING_BACK, top, store, str(part), *some)
@@ -192,12 +194,12 @@ def _remove_paths(states: Mapping[str, FileState], paths: Set[str]) -> dict[str,
     return {path: state for path, state in states.items() if path not in paths}
 
 
-async def _ignored(
+async def _find_ignored(
     fresh: ToolContext, paths: Iterable[str], top: str, store: str, script: str, *arguments: str
 ) -> set[str]:
     """The ignored paths, found by a script that reads paths and writes the list of ignored ones."""
     # What begins with a colon would be a pattern.
-    listing = listed(f"./{path}" if path.startswith(":") else path for path in paths)
+    listing = encode_paths(f"./{path}" if path.startswith(":") else path for path in paths)
     await run(image_sandbox(fresh), script, top, store, *arguments, stdin=listing)
     found = await asyncio.to_thread(fresh.workspace.read_bytes, f"{store}/ignored", len(listing))
     return {path.removeprefix("./") for path in found.decode().split("\0")[:-1]}

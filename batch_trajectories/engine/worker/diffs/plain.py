@@ -34,8 +34,8 @@ from batch_trajectories.engine.worker.diffs.git import (
     AT_TOP,
     SHOWN_AS,
     DiffError,
+    encode_paths,
     image_sandbox,
-    listed,
     run,
 )
 from toolsets.context import ToolContext
@@ -69,7 +69,7 @@ class Objects:
         """Add a tree with files by their paths; return its name."""
         return self._tree(blobs).hex()
 
-    def requested(self) -> Iterator[list[dict[str, Any]]]:
+    def write_requests(self) -> Iterator[list[dict[str, Any]]]:
         """The entries of requests that write them; see `inside.file_requests`."""
         entries: list[dict[str, Any]] = []
         size = 0
@@ -110,13 +110,13 @@ class Objects:
 
 _MAX_BYTES = 1 << 20
 """Most bytes of all files, before and after."""
-_MOST_FILES = 2000
+_MAX_FILES = 2000
 _TIMEOUT_S = 60.0
-"""Others wait."""
+"""Seconds for one command of git, since the diffs of other conversations wait for it."""
 _MAX_STORED_BYTES = 16 << 20
-_MOST_DIFFS = 64
-_MOST_PATHS = 100_000
-_MOST_OPEN = 8
+_MAX_DIFFS = 64
+_MAX_PATHS = 100_000
+_MAX_OPEN = 8
 
 # The index has no commits of others, as for submodules, and names are those of `objects`.
 _IS_USUAL = AT_TOP + (
@@ -168,9 +168,9 @@ class Differ:
         self._diffs = 0
         self._stored_bytes = 0
         self.is_used_up = False
-        """Another should take its place."""
+        """Whether the object has reached its limits and another should take its place."""
 
-    async def ignored(self, paths: set[str]) -> set[str] | None:
+    async def find_ignored(self, paths: set[str]) -> set[str] | None:
         """The paths that git ignores; None if git changes the contents of any other path.
 
         Raises `DiffError` and `ToolError`.
@@ -184,19 +184,24 @@ class Differ:
         if new := paths - self._looked_at:
             store = f"{sandbox.memory_dir}/paths"
             await run(
-                sandbox, _LOOK_AT_PATHS, self.top, store, stdin=listed(new), timeout_s=_TIMEOUT_S
+                sandbox,
+                _LOOK_AT_PATHS,
+                self.top,
+                store,
+                stdin=encode_paths(new),
+                timeout_s=_TIMEOUT_S,
             )
             ignored, attributes = await asyncio.to_thread(self._read_paths, store, new)
             self._ignored |= ignored
             self._converted |= attributes
             self._looked_at |= new
-            self.is_used_up |= len(self._looked_at) >= _MOST_PATHS
+            self.is_used_up |= len(self._looked_at) >= _MAX_PATHS
         ignored = paths & self._ignored
         return None if (paths - ignored) & self._converted else ignored
 
     def _read_paths(self, store: str, paths: set[str]) -> tuple[set[str], set[str]]:
         """The ignored paths, and the paths whose contents git changes."""
-        size = len(listed(paths))
+        size = len(encode_paths(paths))
         ignored = self._files.read_bytes(f"{store}/ignored", size).decode().split("\0")
         content = self._files.read_bytes(f"{store}/attributes", 4 * size + 600 * len(paths))
         fields = content.decode("utf-8", "replace").split("\0")
@@ -218,9 +223,9 @@ class Differ:
             return b""
         self._diffs += 1
         self._stored_bytes += sum(map(len, objects.files.values()))
-        self.is_used_up |= self._diffs >= _MOST_DIFFS or self._stored_bytes >= _MAX_STORED_BYTES
+        self.is_used_up |= self._diffs >= _MAX_DIFFS or self._stored_bytes >= _MAX_STORED_BYTES
         store = f"{image_sandbox(self.fresh).memory_dir}/{self._diffs}"
-        for entries in objects.requested():
+        for entries in objects.write_requests():
             await self._files.ask(f"{store}/objects", op="put", entries=entries)
         await run(image_sandbox(self.fresh), _DIFF, self.top, store, *trees, timeout_s=_TIMEOUT_S)
         return await self._files.read(f"{store}/patch", 4 * _MAX_BYTES)
@@ -251,7 +256,7 @@ async def _make_plain(changes: Changes, differ: Differ) -> Plain | None:
         changes.source_before is None
         or changes.of_image
         or not differ.can_read
-        or len(states) > _MOST_FILES
+        or len(states) > _MAX_FILES
         or sum(state.size for state in states) > _MAX_BYTES
         or any(map(_is_special, {*begun, *changes.changed}))
         or any(state.kind == "file" and state.is_for_others_only for state in begun.values())
@@ -259,7 +264,7 @@ async def _make_plain(changes: Changes, differ: Differ) -> Plain | None:
         or any(state.has_odd_target for state in states)
     ):
         return None
-    ignored = await differ.ignored({*begun, *changes.changed})
+    ignored = await differ.find_ignored({*begun, *changes.changed})
     if ignored is None:
         return None
     patch = await differ.patch(partial(_read, changes, begun, ignored))
@@ -321,7 +326,7 @@ class Differs:
             finally:
                 if differ is not None and differ.is_used_up:
                     await self._end(key)
-        for oldest in [*self._open][: max(0, len(self._open) - _MOST_OPEN)]:
+        for oldest in [*self._open][: max(0, len(self._open) - _MAX_OPEN)]:
             if not self._using[oldest].locked():
                 await self._end(oldest)
 
