@@ -317,8 +317,9 @@ def test_a_stored_run_whose_sandbox_is_not_installed_says_so(tmp_path: Path) -> 
 
 def test_an_unknown_sandbox_is_refused_by_name(workspace: Workspace) -> None:
     assert sandbox_problem("local") is None
-    with pytest.raises(SandboxError, match=f"'podman'; known: {', '.join(sorted(SANDBOXES))}"):
+    with pytest.raises(SandboxError, match="'podman'; known: ") as refused:
         make_sandbox("podman", workspace, Limits())
+    assert all(name in str(refused.value) for name in SANDBOXES)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 1000])

@@ -418,7 +418,7 @@ def test_a_note_is_written_on_where_the_cursor_is_when_an_answer_comes(
         for _ in "right":
             page.keyboard.press("ArrowLeft")
         # Answered here, so that other tests find no label of this one.
-        held.pop().fulfill(json={"labels": [], "verdict": None, "before": {}})
+        take_route(page, held).fulfill(json={"labels": [], "verdict": None, "before": {}})
         page.locator("#decide-words").get_by_text("decided: keep").wait_for()
         page.keyboard.type("and ")
         assert page.input_value("#note") == "short and right"
@@ -426,8 +426,15 @@ def test_a_note_is_written_on_where_the_cursor_is_when_an_answer_comes(
         with page.expect_request("**/labels") as asked:
             page.keyboard.press("Enter")
         assert asked.value.post_data_json["note"] == "short and right"
-        held.pop().fulfill(json={"labels": [], "verdict": None, "before": {}})
+        take_route(page, held).fulfill(json={"labels": [], "verdict": None, "before": {}})
         page.locator("#decide-words").get_by_text("note kept").wait_for()
+
+
+def take_route(page: Page, held: list[Route]) -> Route:
+    """Wait for a request that is held: Playwright tells of it before its handler runs."""
+    while not held:
+        page.wait_for_timeout(10)
+    return held.pop()
 
 
 @pytest.mark.slow
