@@ -26,6 +26,19 @@ def clip(text: str, *, max_chars: int) -> str:
     return text[:head] + mark + text[len(text) - tail :]
 
 
+def one_line_excerpt(text: str, *, max_chars: int) -> str:
+    """Return `text` in one line: whole, or its beginning and end around the number left out.
+
+    The number does not count in `max_chars`.
+    """
+    line = " ".join(text.split())
+    if len(line) <= max_chars:
+        return line
+    head, tail = line[: max_chars // 2].rstrip(), line[max_chars // 2 - max_chars :].lstrip()
+    left_out = len(line) - len(head) - len(tail)
+    return f"{head} [... {left_out:,} characters left out ...] {tail}"
+
+
 def single_line(message: str, *, max_chars: int = 300) -> str:
     """Put a message of several lines into one line.
 

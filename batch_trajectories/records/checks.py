@@ -370,8 +370,8 @@ def describe(checks: Checks) -> str:
         return without if failed else ""
     kinds = {"checked": checks.checked, "scored": checks.scored}
     counted = ", ".join(f"{kind} {number:,}" for kind, number in kinds.items() if number)
-    line = f"{counted}: passed {checks.passed:,} ({checks.pass_rate:.1f}%"
+    line = f"{counted}: passed {checks.passed:,} ({checks.pass_rate:.1f}%), "
+    line += f"did not pass {checks.failed:,}; mean reward {checks.mean_reward:g}"
     if checks.scored:
-        line += f"; without a check by a reward of {THRESHOLD:g} or more"
-    line += f"), did not pass {checks.failed:,}; mean reward {checks.mean_reward:g}"
+        line += f"; a conversation without a check passes if its reward is {THRESHOLD:g} or more"
     return f"{line}; {without}" if failed else line

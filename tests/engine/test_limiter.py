@@ -19,7 +19,7 @@ from batch_trajectories.basics.errors import Stopped
 from batch_trajectories.config.endpoints import Cost, EndpointLimits
 from batch_trajectories.engine.messages import Load, ReportBudget, SetLimits
 from batch_trajectories.engine.supervisor.limiter import MAX_COOL_DOWN_S, Limiter
-from batch_trajectories.engine.supervisor.limits import RunLimits, divide_calls
+from batch_trajectories.engine.supervisor.limits import RunLimits, describe_calls, divide_calls
 from batch_trajectories.engine.worker.budget_share import WorkerBudget
 from batch_trajectories.engine.worker.call_limiter import CallLimiter, TokenBucket
 from tests.fakes.fake_endpoint import FakeEndpoint
@@ -523,11 +523,32 @@ def test_workers_that_use_up_their_cores_are_what_limits() -> None:
     for _ in range(3):
         limits.on_busy(0.4)
     assert limits.describe() == ""
-    assert limits.report()[0]["limited_by"] == "tools"
     for _ in range(20):
         limits.on_busy(0.98)
     assert limits.describe() == "workers at 97% of a core"
     assert limits.report()[0]["limited_by"] == "workers"
+
+
+@pytest.mark.parametrize(
+    ("conversations", "tool_calls", "limited_by"),
+    [
+        (0, 0, "conversations"),
+        (3, 5, "conversations"),
+        (9, 5, "tools"),
+        (9, 0, "between_calls"),
+    ],
+)
+def test_a_run_is_limited_only_by_what_it_has(
+    conversations: int, tool_calls: int, limited_by: str
+) -> None:
+    """A run without tool calls is not limited by tools, three conversations not by a limit of 9."""
+    limits = RunLimits({"u k": EndpointLimits(start=9, ceiling=9, rpm=None, tpm=None)})
+    limits.on_conversations(conversations)
+    limits.on_conversations(0)
+    limits.on_tool_calls(tool_calls)
+    report = limits.report()[0]
+    assert report["limited_by"] == limited_by
+    assert ("tool" in describe_calls(report)) == (limited_by == "tools")
 
 
 def test_a_pause_of_the_endpoint_is_told() -> None:

@@ -217,9 +217,7 @@ class TestARun:
                 "graders.py:named",
             ]
             assert record["scores"][1]["rewards"] == {"reward": 0.25, "files": 1}
-        assert (
-            "scored 4: passed 0 (0.0%; without a check by a reward of 0.5 or more)" in done.stdout
-        )
+        assert "scored 4: passed 0 (0.0%), did not pass 4" in done.stdout
         assert "\n3 scores of reward functions failed; " in done.stdout
         assert "(graders.py:19)" not in done.stderr
         log = (tmp_path / "trajectories/r/run.log").read_text()

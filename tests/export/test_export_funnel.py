@@ -86,7 +86,7 @@ def test_each_step_says_what_was_lost_and_why(tmp_path: Path) -> None:
             "count": 13,
             "lost": {
                 "bad row: no `prompt` field (fields: id)": 2,
-                "bad row: not JSON: invalid literal, expected …: line … column … (char …)": 1,
+                "bad row: not JSON: invalid literal, expected 'null': line 1 column 1 (char 0)": 1,
                 "bad row: the line is an array; it must be a JSON object": 1,
             },
         },

@@ -221,6 +221,15 @@ def test_each_check_finds_its_problem_and_no_other(name: str) -> None:
     assert line.startswith(f"health: {name}: {listed[name]['found']} of {listed[name]['of']} ")
 
 
+def test_imported_conversations_need_no_tokens() -> None:
+    """Their source never had any, so nobody can mend it; those of the run itself still count."""
+    origin = {"format": "messages", "file": "old.jsonl", "line": 1}
+    imported = [record(n, usage=None, imported=origin) for n in range(30)]
+    assert problems(imported) == {}
+    listed = problems([*imported, record(30, usage=None)])
+    assert (listed["no_tokens"]["found"], listed["no_tokens"]["of"]) == (1, 1)
+
+
 def test_attempts_that_always_fail_for_one_reason_are_a_problem() -> None:
     def attempts(prompt: str, *classes: str) -> list[dict[str, Any]]:
         return [{"kind": "attempt", "id": prompt, "class": name} for name in classes]

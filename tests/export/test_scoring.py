@@ -92,7 +92,7 @@ class TestFunctions:
         source = make_run(tmp_path, call_record(), call_record(), prompts=[{"fault": "x"}, {}])
         done = run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
         assert (done.returncode, counts(done)) == (1, (2, 1))
-        assert "\n          1  graders:length: ValueError: x (graders.py:…)" in done.stdout
+        assert "\n          1  graders:length: ValueError: x (graders.py:7)\n" in done.stdout
         assert done.stderr == "", "failures are told once, grouped"
         output = run(tmp_path, "stats", "r", output_dir=".").stdout
         assert (
@@ -103,6 +103,33 @@ class TestFunctions:
         assert failed["error"] == "ValueError: x (graders.py:7)"
         again = run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
         assert (again.returncode, counts(again)) == (1, (1, 1))
+
+    def test_that_fail_say_why_as_whole_texts(self, tmp_path: Path) -> None:
+        """The file has the whole reason, a screen an excerpt that counts what it leaves out."""
+        reason = f"{'expected ' * 400}'{'y' * 30}'"
+        (tmp_path / "graders.py").write_text(GRADERS)
+        prompts = [{"fault": reason}, {"fault": "no 'a'"}, {"fault": "no 'b'"}]
+        make_run(tmp_path, *[call_record()] * 3, prompts=prompts)
+        done = run(tmp_path, "score", "r", reward="graders:length", output_dir=".")
+        whole = f"ValueError: {reason} (graders.py:7)"
+        assert whole in [line["error"] for line in lines(tmp_path / "r" / "scores.jsonl")]
+        output = run(tmp_path, "stats", "r", output_dir=".").stdout
+        for screen in (done.stdout, output):
+            assert "…" not in screen.partition("failed")[2]
+            found = re.search(r"\n +1  (graders:length: .*)\n", screen)
+            assert found is not None
+            cut = re.fullmatch(
+                r"(.*) \[\.\.\. ([0-9,]+) characters left out \.\.\.\] (.*)", found[1]
+            )
+            assert cut is not None
+            told = f"graders:length: {whole}"
+            left_out = len(told) - len(cut[1]) - len(cut[3])
+            assert (told.startswith(cut[1]), told.endswith(cut[3])) == (True, True)
+            assert int(cut[2].replace(",", "")) == left_out
+            assert (
+                "\n          2  graders:length: ValueError: no 'a' (graders.py:7), and similar\n"
+                in screen
+            )
 
     def test_that_changed_score_again(self, tmp_path: Path) -> None:
         source = make(tmp_path, 2)

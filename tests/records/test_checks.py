@@ -94,8 +94,8 @@ class TestSums:
             checked=2, scored=1, passed=1, failed=2, pass_rate=33.33, mean_reward=0.5
         )
         assert describe(sums.sums()) == (
-            "checked 2, scored 1: passed 1 (33.3%; without a check by a reward of 0.5 or more), "
-            "did not pass 2; mean reward 0.5"
+            "checked 2, scored 1: passed 1 (33.3%), did not pass 2; mean reward 0.5; a "
+            "conversation without a check passes if its reward is 0.5 or more"
         )
 
     def test_leave_out_checks_that_failed_themselves(self) -> None:
@@ -253,7 +253,8 @@ class TestScored:
             ),
         )
         done = start(tmp_path, reward="grade.py:grade", num_samples=2)
-        assert "scored 8: passed 4 (50.0%; without a check by a reward of 0.5 or more)" in done
+        assert "scored 8: passed 4 (50.0%), did not pass 4" in done
+        assert "without a check passes if its reward is 0.5 or more" in done
         assert "2 of 4 prompts passed at least once" in done
         assert "4 completed conversations did not pass" in done
         return tmp_path

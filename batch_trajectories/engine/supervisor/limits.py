@@ -26,6 +26,12 @@ _TURN_S = 1.0
 _BUSY = 0.85
 """Share of a core from which on the worker itself, and no endpoint, limits its calls."""
 
+_LIMITS = {
+    "conversations": "the number of conversations in progress",
+    "between_calls": "the work between calls (workspaces, checks, rewards)",
+}
+"""The limits that need more than their name in a sentence."""
+
 _HEARTBEAT_WEIGHT = 0.2
 """The weight of a heartbeat in the moving average."""
 
@@ -45,12 +51,21 @@ class RunLimits:
         self._busy = 0.0
         """The share of a core that workers have used lately, on average."""
         self._heartbeats = self._busy_heartbeats = 0
+        self._conversations_max = self._tool_calls = 0
 
     def on_busy(self, busy: float) -> None:
         """Count the share of a core that a worker has used."""
         self._heartbeats += 1
         self._busy_heartbeats += busy >= _BUSY
         self._busy += (busy - self._busy) * _HEARTBEAT_WEIGHT
+
+    def on_conversations(self, in_progress: int) -> None:
+        """Remember the most conversations that were in progress at once."""
+        self._conversations_max = max(self._conversations_max, in_progress)
+
+    def on_tool_calls(self, count: int) -> None:
+        """Count the tool calls of a conversation that has ended."""
+        self._tool_calls += count
 
     def on_load(self, worker: WorkerHandle, endpoint: str, load: Load) -> None:
         """Count a worker's calls since its last report, and its waiting calls."""
@@ -114,10 +129,24 @@ class RunLimits:
         Keys: `endpoint` (its base URL), `limit` and `ceiling` (calls in flight), `in_flight_max`,
         `replies`, `refused` (429s), `failed` (other attempts that were retried) and `limited_by`:
         "endpoint", "rate" (rpm, tpm), "workers" (they used up their cores), "concurrency" (the
-        user's limits), or "tools" if calls never came near any of these.
+        user's limits). If calls never came near any of these: "conversations" if fewer of them were
+        in progress than calls may be in flight, "tools" if there were tool calls, and
+        "between_calls" (workspaces, checks, rewards) without any.
         """
         is_busy = self._busy_heartbeats > self._heartbeats / 2
-        return [shared.report(is_busy=is_busy) for shared in self._endpoints.values()]
+        return [
+            shared.report(self._other_limit(shared, is_busy)) for shared in self._endpoints.values()
+        ]
+
+    def _other_limit(self, shared: _SharedLimit, is_busy: bool) -> str:
+        """The limit on calls to an endpoint that refuses none and has no rate."""
+        if is_busy:
+            return "workers"
+        if shared.is_near_ceiling(shared.in_flight_max):
+            return "concurrency"
+        if not shared.is_near_ceiling(self._conversations_max):
+            return "conversations"
+        return "tools" if self._tool_calls else "between_calls"
 
 
 def describe_calls(report: Mapping[str, Any]) -> str:
@@ -125,7 +154,8 @@ def describe_calls(report: Mapping[str, Any]) -> str:
     return (
         f"{report['endpoint']} answered {plural(report['replies'], 'call')}, refused "
         f"{report['refused']:,} (429) and failed {report['failed']:,} in other ways. At most "
-        f"{report['in_flight_max']:,} were in flight at once, limited by {report['limited_by']}."
+        f"{report['in_flight_max']:,} were in flight at once, limited by "
+        f"{_LIMITS.get(report['limited_by'], report['limited_by'])}."
     )
 
 
@@ -161,7 +191,9 @@ class _SharedLimit:
         self.limiter = Limiter(start=limits.start, ceiling=limits.ceiling)
         self._limits = limits
         self._shares: dict[WorkerHandle, _Share] = {}
-        self._in_flight_max = self._replies = self._failed = 0
+        self._replies = self._failed = 0
+        self.in_flight_max = 0
+        """The most calls in flight at once that workers have reported."""
         self._is_paced = self._has_news = False
         self.is_paused = False
         """No call may begin."""
@@ -185,7 +217,7 @@ class _SharedLimit:
         if load.limits_number == share.messages:
             share.max_permits = share.permits
         in_flight = sum(each.in_flight for each in self._shares.values())
-        self._in_flight_max = max(self._in_flight_max, in_flight)
+        self.in_flight_max = max(self.in_flight_max, in_flight)
         self._replies += load.replies
         self._failed += load.failures
         has_rate = self._limits.rpm or self._limits.tpm
@@ -243,18 +275,20 @@ class _SharedLimit:
             )
         )
 
-    def report(self, *, is_busy: bool) -> dict[str, Any]:
-        near = self._in_flight_max >= 0.9 * self._limits.ceiling
-        by = "workers" if is_busy else "concurrency" if near else "tools"
+    def is_near_ceiling(self, number: int) -> bool:
+        """Whether as many calls in flight would be near the user's limit."""
+        return number >= 0.9 * self._limits.ceiling
+
+    def report(self, other_limit: str) -> dict[str, Any]:
+        """See `RunLimits.report`; `other_limit` is for calls that no endpoint or rate limits."""
+        by = "rate" if self._is_paced else other_limit
         if self.limiter.is_probed:
             by = "endpoint"
-        elif self._is_paced:
-            by = "rate"
         return {
             "endpoint": self.url,
             "limit": self.limiter.limit,
             "ceiling": self._limits.ceiling,
-            "in_flight_max": self._in_flight_max,
+            "in_flight_max": self.in_flight_max,
             "replies": self._replies,
             "refused": self.limiter.refused,
             "failed": self._failed,

@@ -174,6 +174,7 @@ class Supervisor:
         self._acknowledge_finished()
         self._watch_workers()
         self._steer()
+        self.limits.on_conversations(self._pool.assigned)
         self.limits.share(self._pool.workers)
         self._grant_budget()
         self._decide_refusals()
@@ -277,6 +278,7 @@ class Supervisor:
             self._watch.on_finished(task.fields, task.payload)
         if not (self._start.config.audit or self._start.config.checked_run):
             self._parsers.on_ended(task.signs)
+        self.limits.on_tool_calls(task.fields.tool_calls)
         passed = task.fields.passed
         opened = self._queue.queue_followers(task.key, passed, task.fields.cost_usd)
         failed = None if task.failure is None else task.failure.error_class

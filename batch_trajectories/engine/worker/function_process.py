@@ -31,7 +31,8 @@ from batch_trajectories.basics.text import clip, valid_utf8
 from batch_trajectories.records.checks import parse_rewards
 from toolsets.catalog.custom import CustomToolError, import_function
 
-_MAX_CHARS = 1000
+_MAX_CHARS = 100_000
+"""A reason is stored whole; the limit is for functions that put a whole file into their error."""
 _VERSION_CHARS = 16
 
 

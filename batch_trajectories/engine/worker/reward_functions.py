@@ -25,7 +25,6 @@ import orjson
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.closing import close_all
 from batch_trajectories.basics.errors import ConfigError, HostError, ToolError
-from batch_trajectories.basics.text import clip
 from toolsets.context import ToolContext
 from toolsets.workspace.workspace import PathError
 
@@ -33,7 +32,9 @@ _MAX_PROCESSES = 4
 _START_TIMEOUT_S = 300.0
 """Seconds for the imports of the function's module."""
 _REPLY_BYTES = 64 << 20
-_MAX_ERROR_BYTES = 1000
+_MAX_MESSAGE_BYTES = 1000
+_MAX_REASON_BYTES = 100_000
+"""Of what a process printed before its end: bytes in a message, and in the reason of a score."""
 _ROOT = str(Path(__file__).parents[3])
 _PROGRAM = (
     f"import sys; sys.path.insert(0, {_ROOT!r}); "
@@ -122,7 +123,7 @@ class _Function:
                 message = f"it took more than {self._timeout_s:g} s (--reward_timeout_s)"
                 reply = {"rewards": None, "error": message}
             except ConnectionError:
-                reply = {"rewards": None, "error": await process.describe_end()}
+                reply = {"rewards": None, "error": await process.describe_end(_MAX_REASON_BYTES)}
             except BaseException:
                 await process.kill()
                 raise
@@ -213,10 +214,10 @@ class _Process:
         reply: dict[str, Any] = orjson.loads(line)
         return reply
 
-    async def describe_end(self) -> str:
-        """The end of the process, and the last lines that it printed."""
+    async def describe_end(self, max_bytes: int = _MAX_MESSAGE_BYTES) -> str:
+        """The end of the process, and the last bytes that it printed."""
         code = await self._process.wait()
-        output_end = _read_end(self._errors)
+        output_end = _read_end(self._errors, max_bytes)
         await self.kill()
         return f"it ended its process ({_how(code)}){output_end}"
 
@@ -240,14 +241,11 @@ def _how(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
-def _read_end(errors: int) -> str:
-    size = os.fstat(errors).st_size
-    text = (
-        os.pread(errors, _MAX_ERROR_BYTES, max(0, size - _MAX_ERROR_BYTES))
-        .decode(errors="replace")
-        .strip()
-    )
-    return f": {clip(text, max_chars=_MAX_ERROR_BYTES)}" if text else ""
+def _read_end(errors: int, max_bytes: int = _MAX_MESSAGE_BYTES) -> str:
+    left_out = max(0, os.fstat(errors).st_size - max_bytes)
+    text = os.pread(errors, max_bytes, left_out).decode(errors="replace").strip()
+    mark = f"[... {left_out:,} bytes left out ...] " if left_out else ""
+    return f": {mark}{text}" if text else ""
 
 
 _MAX_FILE_BYTES = 32 << 20

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from agent.messages.message import MAX_TOKEN_COUNT
-from batch_trajectories.basics.text import mask_values
+from batch_trajectories.basics.text import mask_values, one_line_excerpt
 from batch_trajectories.export.conversation.own_work import (
     AuthoredWork,
     WorkCounts,
@@ -52,47 +52,60 @@ class KeyCounts(dict[K, int]):
 
 # Reasons of failures are counted without the values in which they differ.
 
-_MAX_REASON_CHARS = 90
+_MAX_KIND_CHARS = 90
+"""Reasons are the same if they are as far as this, without their values."""
+_MAX_EXCERPT_CHARS = 200
 _MAX_LISTED = 10
 _MAX_REASONS = 1000
+_OTHER = "other reasons"
 
 
 class Reasons:
-    """Counts reasons, without the values in them; keeps a limited number of texts."""
+    """Counts reasons that differ only in numbers and names as one; keeps a limited number of texts.
+
+    Each is named by one reason of its kind, the first in the order of the alphabet.
+    """
 
     def __init__(self, about: str = "") -> None:
         """`about` is put before each reason."""
         self._about = about
         self._counts: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+        """An excerpt of the reason that names each kind."""
+        self._varied: set[str] = set()
+        """The kinds of which several reasons were counted."""
 
     def add(self, reason: str) -> None:
         """Count a reason."""
         plain = "".join(c if c.isprintable() else " " for c in reason)
-        text = f"{self._about}{mask_values(' '.join(plain.split()), '…')[:_MAX_REASON_CHARS]}"
-        self._count(text, 1)
+        kind = mask_values(" ".join(plain.split()), "…")[:_MAX_KIND_CHARS]
+        self._count(kind, 1, one_line_excerpt(plain, max_chars=_MAX_EXCERPT_CHARS))
 
     def merge(self, other: Reasons) -> None:
         """Add the counts of `other`."""
-        for text, count in other._counts.items():
-            self._count(text, count)
+        for kind, count in other._counts.items():
+            self._count(kind, count, other._first[kind])
+        self._varied.update(other._varied & self._first.keys())
 
     def to_json(self) -> dict[str, int]:
         """The counts by reason, the most frequent first; rare reasons are summed up at the end."""
-        known = ((text, count) for text, count in self._counts.items() if text != self._other)
+        known = ((kind, count) for kind, count in self._counts.items() if kind != _OTHER)
         ordered = sorted(known, key=lambda item: (-item[1], item[0]))
-        shown = dict(islice(ordered, _MAX_LISTED))
-        if rest := self._counts.total() - sum(shown.values()):
-            shown[self._other] = rest
-        return shown
+        shown: Counter[str] = Counter()
+        for kind, count in islice(ordered, _MAX_LISTED):
+            similar = ", and similar" if kind in self._varied else ""
+            shown[f"{self._about}{self._first[kind]}{similar}"] += count
+        if rest := self._counts.total() - shown.total():
+            shown[f"{self._about}{_OTHER}"] = rest
+        return dict(shown)
 
-    def _count(self, text: str, count: int) -> None:
-        if text not in self._counts and len(self._counts) >= _MAX_REASONS:
-            text = self._other
-        self._counts[text] += count
-
-    @property
-    def _other(self) -> str:
-        return f"{self._about}other reasons"
+    def _count(self, kind: str, count: int, reason: str) -> None:
+        if kind not in self._counts and len(self._counts) >= _MAX_REASONS:
+            kind = reason = _OTHER
+        if (first := self._first.setdefault(kind, reason)) != reason:
+            self._first[kind] = min(first, reason)  # parallel calls end in any order
+            self._varied.add(kind)
+        self._counts[kind] += count
 
 
 def reason_lines(reasons: Mapping[str, int]) -> Iterator[str]:

@@ -143,7 +143,7 @@ class Health:
                 ending = _describe_failure(record.error.error_class)
                 self._failed_records[record.prompt_id] += 1
             self._add_ending(record.prompt_id, ending, 1)
-        if turns and record.api != SCRIPTED:
+        if turns and record.api != SCRIPTED and record.imported is None:
             tokens = (record.usage or {}).get("output_tokens")
             self._count("no_tokens", id, not tokens)
         cut = sum([turn.finish_reason == "length" for turn in turns])
