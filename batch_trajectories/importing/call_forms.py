@@ -130,7 +130,7 @@ def _read_tool(tool: Any, place: str) -> dict[str, Any]:
         raise Unreadable(f"{place}.description: it must be text")
     found = [key for key in _SCHEMAS if function.get(key) is not None]
     if len(found) > 1:
-        raise Unreadable(f"{place}.{found[1]}: the tool has {found[0]}, too")
+        raise Unreadable(f"{place}.{found[1]}: the tool has {found[0]} as well; keep one of them")
     schema = function[found[0]] if found else None
     if isinstance(schema, str):
         schema = parse_value(schema, f"{place}.{found[0]}")
@@ -189,7 +189,7 @@ def read_call(call: Any, place: str) -> ForeignCall:
         raise Unreadable(f"{inside}.name: it must be the name of a tool")
     found = [key for key in _ARGUMENTS if function.get(key) is not None]
     if len(found) > 1:
-        raise Unreadable(f"{inside}.{found[1]}: the call has {found[0]}, too")
+        raise Unreadable(f"{inside}.{found[1]}: the call has {found[0]} as well; keep one of them")
     own = _CALL_KEYS if function is call else frozenset[str]()
     refuse_unknown(function, (*own, names[0], *_ARGUMENTS), inside)
     arguments = function[found[0]] if found else {}

@@ -347,14 +347,16 @@ class _RowReader:
         if not role_keys:
             raise Unreadable(f"{place}.{self._usual(_ROLE_KEYS)}: it is missing")
         if len(role_keys) > 1:
-            raise Unreadable(f"{place}.{role_keys[1]}: the message has {role_keys[0]}, too")
+            raise Unreadable(
+                f"{place}.{role_keys[1]}: the message has {role_keys[0]} as well; keep one"
+            )
         kind = _ROLES.get(entry[role_keys[0]]) if isinstance(entry[role_keys[0]], str) else None
         if kind is None:
             known = ", ".join(_ROLES)
             raise Unreadable(f"{place}.{role_keys[0]}: {entry[role_keys[0]]!r} is none of {known}")
         keys = [key for key in _CONTENT_KEYS if entry.get(key) is not None]
         if len(keys) > 1:
-            raise Unreadable(f"{place}.{keys[1]}: the message has {keys[0]}, too")
+            raise Unreadable(f"{place}.{keys[1]}: the message has {keys[0]} as well; keep one")
         self._refuse_unknown(entry, kind, place)
         key = keys[0] if keys else self._usual(_CONTENT_KEYS)
         if not keys and kind in ("system", "user", "calls"):
@@ -505,12 +507,16 @@ class _RowReader:
         for key in ("reasoning_content", "reasoning"):
             if not is_blank(entry.get(key)):
                 if made.get(key, entry[key]) != entry[key]:
-                    raise Unreadable(f"{place}.{key}: the message has other reasoning, too")
+                    raise Unreadable(
+                        f"{place}.{key}: the message has other reasoning as well; keep one"
+                    )
                 made[key] = entry[key]
         if not is_blank(entry.get("thinking")):
             made.setdefault("reasoning_content", entry["thinking"])
             if made["reasoning_content"] != entry["thinking"]:
-                raise Unreadable(f"{place}.thinking: the message has other reasoning, too")
+                raise Unreadable(
+                    f"{place}.thinking: the message has other reasoning as well; keep one"
+                )
         for key in ("reasoning_content", "reasoning"):
             if not isinstance(made.get(key, ""), str):
                 raise Unreadable(f"{place}.{key}: it must be text")

@@ -85,7 +85,7 @@ def forked_config(
         # The run.json may be a stranger's, so its agent may be any value.
         name = agent.get("name") if isinstance(agent, dict) else agent
         raise ConfigError(
-            f"RUN is one of agent {name!r}, which cannot start in the middle of a "
+            f"RUN was made with the agent {name!r}, which cannot start in the middle of a "
             "conversation; run it on the prompts again, with --num_samples for several each"
         )
     if "run_name" not in flags:
@@ -191,7 +191,9 @@ def write_forks(
                 continue
             forked.path = candidate
             return forked
-        raise ConfigError(f"{path}: it has other branches; use another --run_name, or --fresh")
+        raise ConfigError(
+            f"{path}: has the branches of another `fork`; use another --run_name, or --fresh"
+        )
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -253,7 +255,7 @@ def events_until(
     first = replies[0] if replies else 0
     _refuse_user_calls(record, turn)
     if len(replies) < len(record["turns"]) or first == 0:
-        raise NotForkable("its messages do not fit its turns")
+        raise NotForkable("its record lacks messages of its turns")
     notes = [_to_note(note) for note in record["notes"] if note["turn"] < turn]
     events: list[Event] = []
     begun = _remove_notes(messages[:first], [note for note in notes if note["turn"] == 0])
@@ -378,4 +380,4 @@ def _check_events(
         after = [note for note in record["notes"] if note["turn"] == turn]
         expected = _remove_notes(expected, after)
     if trajectory.messages != expected:
-        raise NotForkable("its record does not determine its events")
+        raise NotForkable("what happened before that turn cannot be rebuilt from its record")

@@ -45,6 +45,7 @@ from batch_trajectories.records.files import (
     list_directory,
     make_directory,
     read_json,
+    repair_command,
     replace_json,
     sync_directory,
     training_path,
@@ -354,7 +355,8 @@ def _current_records(path: Path) -> Iterator[tuple[bytes, Record]]:
         record = parse_record(line)
         if record is None:
             raise RunDirError(
-                f"{path / RECORDS_FILE}:{number}: unreadable; run `verify --repair` first"
+                f"{path / RECORDS_FILE}:{number}: unreadable; first run "
+                f"{repair_command(path / RECORDS_FILE)}"
             )
         key = task_key(record.id, record.input_digest)
         if (offset, key) == upcoming:
@@ -362,4 +364,6 @@ def _current_records(path: Path) -> Iterator[tuple[bytes, Record]]:
             upcoming = next(current, None)
     if upcoming is not None:
         index = path / RECORDS_INDEX
-        raise RunDirError(f"{index}: does not match records.jsonl; run `verify --repair` first")
+        raise RunDirError(
+            f"{index}: does not match records.jsonl; first run {repair_command(index)}"
+        )

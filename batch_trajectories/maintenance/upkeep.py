@@ -107,7 +107,8 @@ class VerifyResult:
             lines.append(f"{self.path}: {plural(self.records, 'record')}, no problems found")
         elif not self.repaired:
             lines.append(
-                f"{self.path}: {plural(len(self.left), 'problem')}; --repair fixes what it can"
+                f"{self.path}: {plural(len(self.left), 'problem')}; `verify {self.path} --repair` "
+                "sets unreadable data aside"
             )
         return "\n".join([*lines, self.owed] if self.owed else lines)
 
@@ -282,7 +283,8 @@ def describe_remaining(path: Path, scan: Scan, config: RunConfig) -> str:
     if not remaining:
         return ""
     names = ", ".join(task.id for task in tasks(scan, remaining[:_MAX_LISTED]))
-    names += " …" if len(remaining) > _MAX_LISTED else ""
+    if (more := len(remaining) - _MAX_LISTED) > 0:
+        names += f" and {more:,} more"
     line = f"run the same command again to run {plural(len(remaining), 'task')}: {names}"
     if unfinished:
         turns = sum(replies.turns for replies in unfinished.values())

@@ -20,6 +20,7 @@ from batch_trajectories.basics.bucket import Bucket, call_with_retries
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.mirror.tail import (
     DIRECTORY,
+    RESTORE,
     Extent,
     LogPart,
     extend_extents,
@@ -61,7 +62,7 @@ class Copy:
         """Yield the parts of the log that this directory lacks; `apply` each before the next."""
         for name, content in self.bucket.read_after(DIRECTORY, part_name(self.number)):
             if name != part_name(self.number + 1):
-                raise RunDirError(f"{self._part_url(self.number + 1)}: it is missing")
+                raise RunDirError(f"{self._part_url(self.number + 1)}: missing; {RESTORE}")
             yield unpack_part(content, self._part_url(self.number + 1))
 
     def apply(self, part: LogPart, *, writes: bool) -> None:

@@ -101,13 +101,20 @@ def pack_part(part: LogPart) -> bytes:
     return add_checksum(orjson.dumps(header)) + b"".join(piece.content for piece in part.pieces)
 
 
+RESTORE = (
+    "restore it from a backup or an earlier version of the object, or continue the run in the "
+    "directory where it is"
+)
+"""The next step if a part is damaged or missing."""
+
+
 def unpack_part(content: bytes, where: str) -> LogPart:
     """Return the part in an object. Raises `RunDirError` if it is damaged or of a later version."""
     head, _, rest = content.partition(b"\n")
     try:
         header = read_object(head + b"\n")
     except DamagedLine as error:
-        raise RunDirError(f"{where}: damaged: {error}") from None
+        raise RunDirError(f"{where}: damaged: {error}; {RESTORE}") from None
     if header.pop("format", None) != FORMAT:
         raise RunDirError(f"{where}: written by another version of this program; use that one")
     pieces, offset = [], 0
@@ -118,9 +125,9 @@ def unpack_part(content: bytes, where: str) -> LogPart:
             offset += size
         part = LogPart(**{**header, "pieces": pieces})
     except (KeyError, TypeError):
-        raise RunDirError(f"{where}: damaged: not the header of a part") from None
+        raise RunDirError(f"{where}: damaged: not the header of a part; {RESTORE}") from None
     if offset != len(rest):
-        raise RunDirError(f"{where}: damaged: {len(rest):,} bytes instead of {offset:,}")
+        raise RunDirError(f"{where}: damaged: {len(rest):,} bytes instead of {offset:,}; {RESTORE}")
     for name in (*(piece.name for piece in pieces), *part.gone):
         if not is_name(name):
             raise RunDirError(f"{where}: {name!r} is no file of a run")
@@ -141,7 +148,9 @@ def extend_extents(extents: dict[str, Extent], part: LogPart, where: str) -> dic
     for piece in part.pieces:
         before = now.get(piece.name, Extent()) if piece.at else Extent()
         if piece.at != before.size or crc32(piece.content, before.crc32) != piece.crc32:
-            raise RunDirError(f"{where}: damaged: {piece.name} does not continue at {piece.at:,}")
+            raise RunDirError(
+                f"{where}: damaged: {piece.name} does not continue at {piece.at:,}; {RESTORE}"
+            )
         now[piece.name] = piece.extent
     for name in part.gone:
         now.pop(name, None)

@@ -181,7 +181,10 @@ def _sync_all(directory: Path) -> None:
 def _make(stored: StoredRun, recipe: Recipe, directory: Path, choices: Choices) -> dict[str, Any]:
     config = stored.config
     if config.audit or config.checked_run is not None:
-        raise ConfigError(f"{stored.path}: a run of `check` or `check_tasks` has no dataset")
+        raise ConfigError(
+            f"{stored.path}: a run of `check` or `check_tasks` has no training rows; "
+            "publish the run whose conversations it judged"
+        )
     is_whole = choices.prompts == "whole"
     published = publish_config(config, name=stored.path.name, with_prompts=is_whole)
     if published.files and not (stored.is_own or choices.trust_run):
@@ -240,8 +243,8 @@ def _copy_prompts(stored: StoredRun, target: Path) -> None:
             left -= len(block)
     if scan(target, may_be_empty=True, **made.options).sha256 != made.sha256:
         raise ConfigError(
-            f"{made.path}: the dataset has changed since the run; put it back, or start the run "
-            "again, and publish then"
+            f"{made.path}: the dataset has changed since the run; put the earlier file back, or "
+            "start the run again with this one before you publish it"
         )
 
 

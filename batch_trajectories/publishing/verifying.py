@@ -223,10 +223,10 @@ def find_differences(found: Publication, other: Publication) -> Iterator[str]:
     made = {one.path: one for one in other.row_files}
     for file in found.row_files:
         if (again := made.pop(file.path, None)) is None:
-            yield f"{file.path}: not made again"
+            yield f"{file.path}: published, and the run made no such file"
         elif again.sha256 != file.sha256:
             yield f"{file.path}: other rows ({again.rows:,}; published are {file.rows:,})"
-    yield from (f"{path}: not published" for path in made)
+    yield from (f"{path}: made by the run, and not published" for path in made)
 
 
 def count_lines(path: Path) -> int:

@@ -188,6 +188,11 @@ _DIRECTORIES = (
 )
 
 
+def repair_command(place: str | Path) -> str:
+    """The command that repairs a run, in backquotes; `place` is one of its files or lines."""
+    return f"`verify {Path(place).parent} --repair`"
+
+
 def has_batches(run_dir: Path) -> bool:
     """Whether a start of this run has used the Batch API; see `batch_api.batch_log`."""
     return (run_dir / BATCHES_FILE).exists()

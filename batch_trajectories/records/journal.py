@@ -465,6 +465,9 @@ class Inflight:
                 del self._open_tasks[segment]
 
 
+_NEW_NOTE = "restore it, or remove it and start with another --mirror"
+
+
 def read_note(path: Path) -> dict[str, Any] | None:
     """The note about the mirror in a run directory; None if it has no mirror.
 
@@ -475,9 +478,9 @@ def read_note(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except orjson.JSONDecodeError as error:
-        raise RunDirError(f"{path / MIRROR_NOTE}: damaged: {error}") from None
+        raise RunDirError(f"{path / MIRROR_NOTE}: damaged: {error}; {_NEW_NOTE}") from None
     if not isinstance(note, dict) or not {"url", "number", "files"} <= note.keys():
-        raise RunDirError(f"{path / MIRROR_NOTE}: damaged: not what a mirror writes")
+        raise RunDirError(f"{path / MIRROR_NOTE}: damaged: not what a mirror writes; {_NEW_NOTE}")
     return note
 
 

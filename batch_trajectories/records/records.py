@@ -22,6 +22,7 @@ from batch_trajectories.records.files import (
     DamagedLine,
     StorageError,
     open_no_follow,
+    repair_command,
     repair_tail,
     set_aside,
     storage_error,
@@ -173,7 +174,7 @@ def unreadable_record(
     of_id = f" ({record_id!r})" if record_id else ""
     return UnreadableRecord(
         f"{records.name}:{_line_number(records, offset)}: the record{of_id} is unreadable: {why}. "
-        "`verify --repair` sets it aside, and the next start runs its task again."
+        f"{repair_command(records.name)} sets it aside, and the next start runs its task again."
     )
 
 

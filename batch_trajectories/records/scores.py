@@ -34,7 +34,7 @@ import msgspec
 
 from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.records.checks import CHECK_FAILED, judge_record
-from batch_trajectories.records.files import append_line, read_object
+from batch_trajectories.records.files import append_line, read_object, repair_command
 from batch_trajectories.records.index import ROW_BYTES, Index, IndexEntry, IndexFields, RowMaker
 from batch_trajectories.records.names import LABELS_FILE, RECORDS_FILE, SCORES_FILE
 from batch_trajectories.records.record_types import CheckResult, Label, Record, Score
@@ -122,8 +122,8 @@ def read_scores(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             bytes.fromhex(line["record"])
         except (ValueError, KeyError, TypeError) as error:
             raise RunDirError(
-                f"{path}:{number}: not a score ({error}); `verify --repair` sets it aside, and its "
-                "record can be scored again"
+                f"{path}:{number}: not a score ({error}); {repair_command(path)} sets it aside, "
+                "and its record can be scored again"
             ) from error
         yield offset, line
 
@@ -323,6 +323,6 @@ def _parse_label(content: bytes, place: str) -> dict[str, Any]:
         float(line["at"])
     except (ValueError, KeyError, TypeError) as error:
         raise RunDirError(
-            f"{place}: not a label ({error}); `verify --repair` sets it aside"
+            f"{place}: not a label ({error}); {repair_command(place)} sets it aside"
         ) from error
     return line

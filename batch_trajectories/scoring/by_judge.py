@@ -37,7 +37,7 @@ from batch_trajectories.export.conversation.ending import find_answer
 from batch_trajectories.export.conversation.texts import user_texts
 from batch_trajectories.export.statistics.counts import Reasons
 from batch_trajectories.records.checks import EXPECTED, expected_column, parse_rewards
-from batch_trajectories.records.files import read_object
+from batch_trajectories.records.files import read_object, repair_command
 from batch_trajectories.records.names import JUDGE_BUDGET_FILE, QUARANTINE, VERDICTS_FILE
 from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.records import read_lines
@@ -129,7 +129,7 @@ def load_prompt(path: Path | None) -> JudgePrompt:
     if not {"answer", "conversation"} & set(_PLACES.findall(text)):
         raise ConfigError(
             f"--judge_prompt: {path}: has neither {{answer}} nor {{conversation}}, so the judge "
-            "would see nothing to judge"
+            "would see nothing to judge; put one of them where it belongs"
         )
     return JudgePrompt(text)
 
@@ -211,7 +211,8 @@ def _settings(config: RunConfig) -> ModelSettings:
         raise ConfigError(f"--judge: {error}") from error
     if settings.api in (SCRIPTED, *ONLY_RELAYED):
         raise ConfigError(
-            f"--judge: {config.model!r} cannot judge: it is called by the API {settings.api}"
+            f"--judge: {config.model!r} cannot judge, as it is called by the API {settings.api}; "
+            "name a model that an endpoint serves, such as openai:NAME"
         )
     if config.max_run_cost_usd is None:
         return settings
@@ -264,7 +265,7 @@ class _JudgeRun:
         self._file.append(scores)
         self._done.update(score.record_key for score in scores)
         if scores:
-            say(f"{len(scores):,} of verdicts.jsonl became scores")
+            say(f"{plural(len(scores), 'score')} made of replies in verdicts.jsonl, without a call")
 
     def _make_score(self, record: Record, fields: Mapping[str, Any]) -> NewScore:
         return NewScore(score_key(record), record.id, {**self._source, **fields})
@@ -358,8 +359,9 @@ def read_verdicts(run_dir: Path) -> dict[str, str]:
                 replies[str(line["key"])] = str(line["reply"])
         except (ValueError, KeyError) as error:
             raise RunDirError(
-                f"{run_dir / _VERDICTS}:{number}: not a verdict; `verify --repair` sets it aside, "
-                "and its question is asked again"
+                f"{run_dir / _VERDICTS}:{number}: not a verdict; "
+                f"{repair_command(run_dir / _VERDICTS)} sets it aside, and its question is asked "
+                "again"
             ) from error
     return replies
 

@@ -33,7 +33,13 @@ from agent.messages.tokens import ID_BYTES, pack_ids
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ConfigError, RunDirError
 from batch_trajectories.basics.text import first_few
-from batch_trajectories.records.files import AppendFile, DamagedLine, add_checksum, read_object
+from batch_trajectories.records.files import (
+    AppendFile,
+    DamagedLine,
+    add_checksum,
+    read_object,
+    repair_command,
+)
 from batch_trajectories.records.names import TEACHER_FILE
 from batch_trajectories.records.records import read_lines
 
@@ -168,8 +174,8 @@ def _read(content: bytes, where: str) -> dict[str, Any]:
                 raise DamagedLine("the lengths of its figures do not fit")
     except (ValueError, KeyError, TypeError) as error:
         raise RunDirError(
-            f"{where}: not a line of figures ({error}); `verify --repair` sets it aside, and its "
-            "segment can be scored again"
+            f"{where}: not a line of figures ({error}); {repair_command(where)} sets it aside, and "
+            "its segment can be scored again"
         ) from error
     return line
 

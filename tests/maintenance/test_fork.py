@@ -212,7 +212,7 @@ def test_a_run_that_is_moved_aside_keeps_its_dataset(tmp_path: Path) -> None:
             assert begun.returncode == 0, begun.stderr
             assert len(records(tmp_path, "b")) == PROMPTS
         refused = run(tmp_path, *FORK)
-        assert "b.fork.2.jsonl: it has other branches" in refused.stderr
+        assert "b.fork.2.jsonl: has the branches of another `fork`" in refused.stderr
         (aside,) = runs.glob("b.2*/")
         back = run(tmp_path, *FORK, "--fresh")
         assert back.returncode == 0, back.stderr
@@ -354,7 +354,10 @@ def test_conversations_are_chosen_by_how_they_went(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert [record["id"] for record in records(tmp_path, "b")] == ["fork.cut@2"]
     for line, message in (
-        (["--at_turn=1", "--run_name=b"], "it has other branches; use another --run_name"),
+        (
+            ["--at_turn=1", "--run_name=b"],
+            "has the branches of another `fork`; use another --run_name",
+        ),
         (["--at_turn=4", "--run_name=n"], "1 left out: it does not continue after turn 4"),
     ):
         refused = run(tmp_path, "fork", "r", *line, "--n=1", "--status=max_turns")
@@ -435,7 +438,7 @@ def test_a_record_gives_back_the_events_of_any_turn(stage: Stage, scene: Scene) 
         if not {"max_cost_usd", "max_total_tokens"} & scene.options.keys():
             spec = terms_of(scene.options)
             assert next_step(branch, spec) == next_step(parent, spec)
-    assert "its record does not determine its events" not in reasons
+    assert "cannot be rebuilt from its record" not in reasons
 
 
 def test_the_parent_s_cost_is_not_counted_in_a_branch(tmp_path: Path) -> None:

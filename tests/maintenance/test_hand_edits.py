@@ -134,8 +134,8 @@ def test_an_edited_field_is_named_by_each_command(
 
 ODD = {
     "row": ({}, "its row cannot be used: no `prompt` field"),
-    "messages": ([], "its messages do not fit its turns"),
-    "messages.0": (DELETED, "its messages do not fit its turns"),
+    "messages": ([], "its record lacks messages of its turns"),
+    "messages.0": (DELETED, "its record lacks messages of its turns"),
     "options": (None, ""),
     "messages.2.is_error": (DELETED, ""),
 }

@@ -121,7 +121,7 @@ def test_a_damaged_run_is_to_be_repaired_first(cwd: Path) -> None:
     records.write_bytes(b"{" + records.read_bytes()[1:].replace(b"{", b"[", 1))
     refused = run(cwd, "merge", "a", "b", into="m", dataset_file="all.jsonl")
     assert refused.returncode == 2
-    assert "trajectories/a/records.jsonl:1: unreadable; run `verify --repair`" in refused.stderr
+    assert "trajectories/a/records.jsonl:1: unreadable; first run `verify " in refused.stderr
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_records_at_other_offsets_than_the_index_says_are_found(cwd: Path) -> No
     line = ["merge", "a", "c", "--into=m", "--dataset_file=ac.jsonl"]
     refused = run(cwd, *line)
     assert refused.returncode == 2
-    assert "trajectories/c/records.idx: does not match records.jsonl; run `verify" in refused.stderr
+    assert "trajectories/c/records.idx: does not match records.jsonl; first run `verify" in refused.stderr
     assert run(cwd, "verify", "c", "--repair").returncode == 0
     assert "4 records of trajectories/c" in run(cwd, *line).stdout
 

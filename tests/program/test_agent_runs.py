@@ -634,7 +634,9 @@ def test_all_commands_read_a_run_of_agents(tmp_path: Path, endpoint: AgentEndpoi
     assert run(tmp_path, "estimate", pilot=2, **given).returncode == 0
     refused = run(tmp_path, "fork", "r", at_turn=1, n=2, run_name="b")
     assert refused.returncode == 2
-    assert "RUN is one of agent 'custom', which cannot start in the middle" in refused.stderr
+    assert (
+        "RUN was made with the agent 'custom', which cannot start in the middle" in refused.stderr
+    )
     for arguments in (
         ("verify", "r"),
         ("status", "r"),

@@ -579,7 +579,7 @@ def test_damage_that_the_index_does_not_see_is_repaired_by_the_next_start(tmp_pa
         damaged = run(tmp_path, **options(endpoint))
         assert damaged.returncode == 4
         assert "is unreadable: " in damaged.stderr
-        assert "`verify --repair` sets it aside" in damaged.stderr
+        assert "--repair` sets it aside" in damaged.stderr
         assert "Traceback" not in damaged.stderr
         assert run(tmp_path, **options(endpoint)).returncode == 0
         assert endpoint.journal()["requests"] == 4

@@ -460,7 +460,7 @@ class TestWrongAnswers:
 
     def documented(self) -> list[list[str]]:
         """The commands with which docs/export.md makes preferences."""
-        text = (ROOT / "docs" / "export.md").read_text().split("Preferences:")[1]
+        text = (ROOT / "docs" / "export.md").read_text().split("**Preferences.**")[1]
         block = re.split(r"```(?:bash)?\n", text)[1]
         commands = [shlex.split(line) for line in block.replace("\\\n", " ").splitlines()]
         assert [command[:2] for command in commands] == [["python", "batch_runner.py"]] * 2

@@ -344,7 +344,7 @@ def test_records_without_ids_are_left_out_and_counted(tmp_path: Path) -> None:
         done = score(tmp_path, teacher)
         assert len(teacher.requests) == 1
     assert done.returncode == 0
-    assert "1  no_token_ids: none of … turns has token ids" in done.stdout
+    assert "1  no_token_ids: none of 2 turns has token ids" in done.stdout
 
 
 @pytest.mark.parametrize(

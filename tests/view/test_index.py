@@ -179,7 +179,7 @@ def test_damaged_records_are_counted_and_named(copied: Path, looking: Viewer) ->
         file.write(content)
     refused = looking.ask("/api/runs/r/record", id=first)
     assert refused.status == 409
-    assert "verify --repair" in refused.body["error"]
+    assert "--repair` sets it aside" in refused.body["error"]
     assert looking.get("/runs")["runs"]
 
 
