@@ -626,7 +626,6 @@ def test_no_figure_is_paid_for_twice_in_20_kills(tmp_path: Path, kind: Kind) -> 
         given = options(teacher, kind, max_in_flight=in_flight)
         for number in range(kills):
             before = len(figures(source))
-            sent = len(teacher.requests)
             known = {line["segment"] for line in figures(source)}
             process = subprocess.Popen(
                 command(*arguments(), **given),
@@ -644,9 +643,9 @@ def test_no_figure_is_paid_for_twice_in_20_kills(tmp_path: Path, kind: Kind) -> 
             finally:
                 process.send_signal(signal.SIGKILL)
                 process.wait(PATIENCE_S)
-            wait_until(lambda: teacher.most_at_once <= in_flight)
-            new = len(figures(source)) - before
-            assert len(teacher.requests) - sent <= new + in_flight
+            assert teacher.most_at_once <= in_flight
+            # Over all kills: the server may count a call after the process that made it.
+            assert len(teacher.requests) <= len(figures(source)) + in_flight * (number + 1)
             assert known <= {line["segment"] for line in figures(source)}
         assert run(tmp_path, *arguments(), **given).returncode == 0
         asked = len(teacher.requests)
