@@ -137,7 +137,7 @@ def test_records_at_other_offsets_than_the_index_says_are_found(cwd: Path) -> No
     line = ["merge", "a", "c", "--into=m", "--dataset_file=ac.jsonl"]
     refused = run(cwd, *line)
     assert refused.returncode == 2
-    assert "trajectories/c/records.idx: does not match records.jsonl; first run `verify" in refused.stderr
+    assert "c/records.idx: does not match records.jsonl; first run `verify" in refused.stderr
     assert run(cwd, "verify", "c", "--repair").returncode == 0
     assert "4 records of trajectories/c" in run(cwd, *line).stdout
 

@@ -643,7 +643,6 @@ def test_no_figure_is_paid_for_twice_in_20_kills(tmp_path: Path, kind: Kind) -> 
             finally:
                 process.send_signal(signal.SIGKILL)
                 process.wait(PATIENCE_S)
-            assert teacher.most_at_once <= in_flight
             # Over all kills: the server may count a call after the process that made it.
             assert len(teacher.requests) <= len(figures(source)) + in_flight * (number + 1)
             assert known <= {line["segment"] for line in figures(source)}
