@@ -149,9 +149,6 @@ def packed(encoding: str, raw: bytes) -> bytes:
     )
 
 
-ENDINGS = ["close", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reset", "open"))]
-"""How a server ends its connection after an answer."""
-
 ANSWERS = {
     "whole": WHOLE,
     "nothing": b"",
@@ -216,7 +213,8 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["close", "reset", "open"])
 @pytest.mark.parametrize("name", ANSWERS)
 def test_an_answer_means_the_same(name: str, ending: str) -> None:
     found = asyncio.run(on_both_ways(ANSWERS[name], ending, [b"{}", b"{}"]))
@@ -224,7 +222,8 @@ def test_an_answer_means_the_same(name: str, ending: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sending a large body")
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["close", "reset", "open"])
 @pytest.mark.parametrize("status", [413, 429, 401])
 def test_an_early_answer_means_the_same(status: int, ending: str) -> None:
     """The server answers after the head, and reads nothing of the body."""
