@@ -223,6 +223,7 @@ class SharedLimits:
         self._parts = parts
         self._start = uuid.uuid4().hex
         note = read_json(run_dir / SHARED_NOTE) or {}
+        self._is_new = "id" not in note
         self._id = str(note.get("id") or uuid.uuid4().hex)
         self._is_same_disk = note.get("disk") == _identify_directory(run_dir)
         self._heard: dict[str, tuple[str, int, float]] = {}
@@ -253,6 +254,9 @@ class SharedLimits:
 
         Raises `EnvironmentStop` and `RunDirError`.
         """
+        if self._is_new:
+            # A start that is killed after its first entry is this member again, not another one.
+            self._write_note()
         while True:
             call_with_retries(self._ledger.refresh)
             before = self._ledger.members.get(self._id)
@@ -288,12 +292,16 @@ class SharedLimits:
 
     def begin(self) -> None:
         """Start the thread; call it once what `join` returned is on disk."""
+        self._write_note()
+        self._thread = threading.Thread(target=self._keep, name="shared limits", daemon=True)
+        self._thread.start()
+
+    def _write_note(self) -> None:
+        """Say which member this run is, and that its disk knows all that it has spent."""
         replace_json(
             self._run_dir / SHARED_NOTE,
             {"id": self._id, "disk": _identify_directory(self._run_dir)},
         )
-        self._thread = threading.Thread(target=self._keep, name="shared limits", daemon=True)
-        self._thread.start()
 
     def take(self) -> Cost:
         """The amount that was granted since the last call."""

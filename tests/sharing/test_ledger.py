@@ -113,6 +113,18 @@ def test_what_a_killed_run_has_not_spent_comes_back_where_it_is_started_again(ru
     assert runs.accounts() == {"a": 50, "b": 500}
 
 
+def test_a_start_that_is_killed_as_it_joins_is_no_other_member_later(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "lock").touch()
+    shared = str(tmp_path / "shared")
+    for spent in (5, 7):  # the first is killed before it begins
+        counted = SharedLimits(shared, tmp_path / "a", LIMIT, parts=1).join(Cost(tokens=spent))
+        assert counted.tokens == spent
+    ledger = Ledger(shared)
+    ledger.refresh()
+    assert [member.tokens for member in ledger.members.values()] == [7]
+
+
 def test_a_run_whose_budget_is_not_that_of_the_others_is_told_of_both(runs: Runs) -> None:
     runs.start("a").close(Cost())
     runs.start("b")
