@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import DatasetError
@@ -116,8 +117,11 @@ def list_run_images(scan: Scan, config: RunConfig) -> Iterator[str]:
 def list_dataset_builds(config: RunConfig) -> dict[str, ImageBuild]:
     """List the images that must be built for a dataset, by name; only Harbor tasks have such.
 
-    Raises `DatasetError` if the dataset is not there or a file of a task cannot be read.
+    Raises `DatasetError` if a file of a task cannot be read.
     """
+    # Runs that were moved or received keep their rows, and can lack the dataset that they name.
+    if not Path(config.dataset_file).is_dir():
+        return {}
     source = parse_source(config.dataset_file)
     try:
         return list_builds(source.tasks)
