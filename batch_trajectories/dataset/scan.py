@@ -86,7 +86,7 @@ class Scan:
     offsets: array[int]
     """Byte offsets of the usable rows of the shard."""
     occurrences: array[int]
-    """For each row, the number of rows up to it with the same id; empty if no id repeats."""
+    """How often the id of each row has occurred up to that row; empty if no id repeats."""
     setup_columns: dict[str, int]
     """Number of usable rows that have each of `TELLTALE_COLUMNS`."""
     asked: dict[str, int]

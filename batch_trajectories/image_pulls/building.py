@@ -18,7 +18,7 @@ class ImageBuild(NamedTuple):
     """An image that a task has built for it."""
 
     image: str
-    """Its name, which changes with the files that it is built from."""
+    """The name of the image, which changes with the files of the task that it is built from."""
     task: HarborTask
     dockerfile: Path
 

@@ -222,7 +222,7 @@ def test_each_check_finds_its_problem_and_no_other(name: str) -> None:
 
 
 def test_imported_conversations_need_no_tokens() -> None:
-    """Their source never had any, so nobody can mend it; those of the run itself still count."""
+    """The source of an import never had tokens; conversations of the run itself still count."""
     origin = {"format": "messages", "file": "old.jsonl", "line": 1}
     imported = [record(n, usage=None, imported=origin) for n in range(30)]
     assert problems(imported) == {}

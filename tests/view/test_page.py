@@ -940,7 +940,7 @@ def test_steps_of_an_audit_have_names_and_say_what_they_show(
 def test_a_run_that_cannot_be_read_is_named_in_the_list(
     browser: Browser, folder: Path, tmp_path: Path
 ) -> None:
-    """What is left of the run before it is gone."""
+    """The page shows nothing of the run that was open before."""
     runs = tmp_path / "runs"
     for name in ("rich", "torn"):
         shutil.copytree(folder / "rich", runs / name)
@@ -971,7 +971,7 @@ def test_a_damaged_record_is_a_problem_of_its_run(
 
 
 def test_conversations_that_failed_lead_to_their_attempts(browser: Browser, tmp_path: Path) -> None:
-    """They have no row in the table."""
+    """A failed conversation has no row in the table."""
     asked = ["fault:none_such", "Question 1"]
     write_rows(tmp_path / "p.jsonl", *({"id": f"q{n}", "prompt": p} for n, p in enumerate(asked)))
     with FakeEndpoint(turns=1, latency_s=0.0) as endpoint:
@@ -988,7 +988,7 @@ def test_conversations_that_failed_lead_to_their_attempts(browser: Browser, tmp_
 
 
 def test_what_drops_over_the_page_closes(browser: Browser, address: str) -> None:
-    """By Escape, which goes back to its button, and by a click elsewhere."""
+    """Escape closes a panel and goes back to its button; a click elsewhere closes it as well."""
     with open_page(browser, address, "#rich") as page:
         page.locator("#found", has_text=ALL_SHOWN).wait_for()
         boxes = page.locator("#column-boxes")

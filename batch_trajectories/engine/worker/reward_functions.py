@@ -33,8 +33,9 @@ _START_TIMEOUT_S = 300.0
 """Seconds for the imports of the function's module."""
 _REPLY_BYTES = 64 << 20
 _MAX_MESSAGE_BYTES = 1000
+"""Bytes of the output of a process that ended which a message shows."""
 _MAX_REASON_BYTES = 100_000
-"""Of what a process printed before its end: bytes in a message, and in the reason of a score."""
+"""Bytes of the output of a process that ended which the reason of a score keeps."""
 _ROOT = str(Path(__file__).parents[3])
 _PROGRAM = (
     f"import sys; sys.path.insert(0, {_ROOT!r}); "

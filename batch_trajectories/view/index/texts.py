@@ -154,7 +154,10 @@ _FIND = """
 select coalesce(group_concat(rowid), '')
 from (select rowid from words where words match ? order by rowid)
 """
-"""As one text: a row of SQLite for each record would cost three times as much."""
+"""The query for the numbers of records that have some words.
+
+The numbers come as one text, because a row of SQLite for each would cost three times as much.
+"""
 
 
 def find_offsets(parts: Sequence[IndexPart], query: str) -> pa.Array:

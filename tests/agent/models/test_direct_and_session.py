@@ -101,7 +101,7 @@ async def outcome(
 async def on_both_ways(
     answer: bytes, ending: str, bodies: list[bytes], *, reads_body: bool = True
 ) -> dict[str, object]:
-    """By way: the outcomes of the requests, and the number of connections.
+    """The outcomes of the requests and the number of connections, by the way of the requests.
 
     The first request of a connection gets `answer`, the next one `WHOLE`. `ending` follows:
     "close", "reset", or "open" until the client closes.
