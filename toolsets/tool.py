@@ -90,9 +90,14 @@ class Tool:
     """Whether the function's first argument is the `ToolContext`."""
     check: Callable[[dict[str, Any]], None] | None = None
     """Checks the arguments if there is no model; raises `ArgumentsError`."""
+    is_async: bool = field(init=False, repr=False)
+    """Whether the function is a coroutine function."""
     quick: bool = False
     """Whether the function takes only microseconds and runs in the event loop, not in a thread. All
     conversations of the worker wait for it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_async", inspect.iscoroutinefunction(self.function))
 
     @property
     def schema(self) -> dict[str, Any]:

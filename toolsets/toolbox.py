@@ -6,7 +6,6 @@ Every mistake of the model and every failure of a tool becomes a result that the
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -100,7 +99,7 @@ class Toolbox:
             text = f"Error: invalid arguments for {name}: {message}\nArguments it takes: {takes}"
             return self._make_failure(text, "invalid_arguments")
         context = self._context.copy_for_call(conversation, user_reply)
-        if not inspect.iscoroutinefunction(tool.function):
+        if not tool.is_async:
             run = partial(self._run_sync, tool, context, parsed, begin)
             if tool.quick:
                 return run()

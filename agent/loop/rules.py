@@ -137,6 +137,7 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
     if t.new_notes:
         # A note is only added if the limits allow another reply.
         return CallModel()
+    given = t.last_calls()
     match t.replies[-1]["finish_reason"]:
         case "length" if _may_continue(t, options):
             return _continue_step(
@@ -144,14 +145,14 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
             )
         case "length" | "refusal" | "context_exceeded" as cut:
             return Finish(cut)
-        case "pause" if not t.last_calls():
+        case "pause" if not given:
             return _continue_step(t, options)
     calls = t.open_calls()
-    if (calls or not t.last_calls()) and (leak := _leak_ending(t, spec)):
+    if (calls or not given) and (leak := _leak_ending(t, spec)):
         return leak
     if calls:
         return RunTools(calls)
-    if not t.last_calls():
+    if not given:
         return _step_after_text(t, spec)
     if finish := t.final_call():
         if finish.tool == "cannot_complete":
@@ -163,6 +164,8 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
 def _budget_ending(whole: Trajectory, turns: int, options: AgentOptions) -> Finish | None:
     """The ending if conversation `whole`, the outermost one, has exceeded the budget."""
     dollars, tokens = options.max_cost_usd, options.max_total_tokens
+    if dollars is None and tokens is None:
+        return None
     if end := unknown_cost_ending(whole, dollars, tokens):
         return end
     if dollars is not None and whole.spent_usd > dollars * (1 + _ROUNDING):

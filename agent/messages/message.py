@@ -439,8 +439,8 @@ Event = (
 
 def call_failure(result: Message) -> str | None:
     """The kind of a call's failure; None if it succeeded, or if the tool reports the failure."""
-    failure = result.get("details", {}).get("failure")
-    return failure if result.get("is_error") and isinstance(failure, str) else None
+    failure = result.get("details", {}).get("failure") if result.get("is_error") else None
+    return failure if isinstance(failure, str) else None
 
 
 def reply_in(event: Event) -> ReplyEvent | None:

@@ -102,13 +102,9 @@ NOTHING_USED = Usage(
 def count_or_none(value: Any) -> int | None:
     """Read a count of tokens; None for a value that cannot be one. 12.0 is read as 12."""
     # Counts in records of earlier versions are also read by this function.
-    if value is None:
-        return None
-    if isinstance(value, float) and value.is_integer():
+    if type(value) is float and value.is_integer():
         value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_TOKEN_COUNT:
-        return value
-    return None
+    return value if type(value) is int and 0 <= value < MAX_TOKEN_COUNT else None
 
 
 def find_usage(reply: Mapping[str, Any]) -> Mapping[str, Any] | None:

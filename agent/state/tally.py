@@ -58,11 +58,11 @@ class Tally:
 
     def count_turn(self, calls: Sequence[ToolCall], results: Sequence[Message]) -> None:
         """Count the results of one turn, in call order."""
-        failures = [call_failure(result) for result in results]
-        self.errors += sum(failure in _COUNTED_FAILURES for failure in failures)
-        malformed = all(failure in MALFORMED_CALLS for failure in failures)
-        self.unusable_turns = self.unusable_turns + 1 if malformed else 0
-        for n, (call, result, failure) in enumerate(zip(calls, results, failures, strict=True)):
+        malformed = True
+        for n, (call, result) in enumerate(zip(calls, results, strict=True)):
+            failure = call_failure(result)
+            self.errors += failure in _COUNTED_FAILURES
+            malformed = malformed and failure in MALFORMED_CALLS
             if failure in _BLAMELESS_FAILURES:
                 self.repeated_turns, self._last = 0, None
                 continue
@@ -81,6 +81,7 @@ class Tally:
             elif is_first_of_reply:
                 self.repeated_turns += 1
             self._last = attempt
+        self.unusable_turns = self.unusable_turns + 1 if malformed else 0
 
     def count_continued(self, result: Message) -> None:
         """Count the second result of a tool that had asked the user."""

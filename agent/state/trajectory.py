@@ -194,13 +194,14 @@ class Trajectory:
 
     def count_notes(self, reason: str) -> int:
         """The number of notes that rule `reason` has written."""
-        return self._notes_of[reason]
+        return self._notes_of.get(reason, 0)
 
     def open_calls(self) -> list[tuple[int, ToolCall]]:
         """The calls of the last reply that have no result yet, with their numbers."""
-        return [
-            (n, call) for n, call in enumerate(self.last_calls()) if n not in self._results_of_turn
-        ]
+        calls = self.last_calls()
+        if len(self._results_of_turn) == len(calls):
+            return []
+        return [(n, call) for n, call in enumerate(calls) if n not in self._results_of_turn]
 
     def last_calls(self) -> list[ToolCall]:
         """The calls of the last reply."""

@@ -24,7 +24,7 @@ class CallTimeouts:
         if loop is not self._loop:  # the timer of a loop that has ended never fires
             self._loop, self._timer = loop, None
             self._ends.clear()
-        timeout = asyncio.timeout(None)
+        timeout = asyncio.Timeout(None)
         self._ends[timeout] = end = loop.time() + self.timeout_s
         if self._timer is None:
             self._timer = loop.call_at(end, self._end_late_calls)

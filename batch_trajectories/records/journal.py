@@ -13,7 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Container, Iterable
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -107,7 +107,6 @@ class JournalWriter:
         self._worker = worker
         self._on_storage_error = on_storage_error
         self._sync_every_s = sync_every_s
-        self._key_of = lru_cache(maxsize=4096)(task_key)
         self._next_segment = 0
         self._open_tasks: dict[AppendFile, set[bytes]] = {}
         self._segment = self._new_segment()
@@ -125,7 +124,7 @@ class JournalWriter:
         self, task_id: str, input_digest: str, event: Event, *, assignment: int, position: int
     ) -> None:
         """Append an event; once this returns, it survives a kill. Raises `StorageError`."""
-        key = self._key_of(task_id, input_digest)
+        key = task_key(task_id, input_digest)
         with self._lock:
             segment = self._ready_segment()
             segment.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 SCHEMA_VERSION = 2
@@ -37,6 +38,7 @@ class BadRow(NamedTuple):
     reason: str
 
 
+@lru_cache(maxsize=4096)  # a conversation asks for its key at each event
 def task_key(task_id: str, digest: str) -> bytes:
     """16 bytes for a task id and its input digest: small enough for millions of tasks."""
     return hashlib.blake2b(f"{digest} {task_id}".encode(), digest_size=16).digest()

@@ -127,7 +127,7 @@ class DirectRequests:
         target = self._find_target(url, tuple(headers.items()))
         if target is None or not target.taken.isdisjoint(map(str.lower, added)):
             return None
-        lines = b"".join(_header_line(name, value) for name, value in added.items())
+        lines = _encode_headers(added)
         head = b"%b%bContent-Length: %d\r\n\r\n" % (target.head, lines, len(body))
         return DirectPost(self, target.request, head, body)
 
@@ -148,7 +148,7 @@ class DirectRequests:
         )
         request.headers.pop("Content-Length", None)
         request.headers.setdefault("Content-Type", "application/octet-stream")
-        lines = b"".join(_header_line(name, value) for name, value in request.headers.items())
+        lines = _encode_headers(request.headers)
         path = request.url.raw_path_qs
         if _FORBIDDEN.search(path) is not None:
             raise ValueError(f"the URL {str(url)!r} has a control character, such as a line break")
@@ -232,9 +232,11 @@ class DirectPost:
             protocol._parser = None
 
 
-def _header_line(name: str, value: str) -> bytes:
-    line = f"{name}: {value}"
-    if _FORBIDDEN.search(line) is not None:
+def _encode_headers(headers: Mapping[str, str]) -> bytes:
+    """The lines of headers. Raises `ValueError` for a control character in a name or a value."""
+    lines = [f"{name}: {value}" for name, value in headers.items()]
+    if _FORBIDDEN.search("".join(lines)) is not None:
+        name = next(n for n, line in zip(headers, lines, strict=True) if _FORBIDDEN.search(line))
         raise ValueError(f"the header {name!r} has a control character, such as a line break")
     # Lone surrogates, which are bytes that were no text, are left out as by aiohttp.
-    return line.encode(errors="ignore") + b"\r\n"
+    return "".join([f"{line}\r\n" for line in lines]).encode(errors="ignore")

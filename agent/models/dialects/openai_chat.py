@@ -570,6 +570,7 @@ _THOUGHT_FIELDS = frozenset(_VERBATIM_FIELDS)
 
 
 _MESSAGE_FIELDS = frozenset({"role", "type", "content", "tool_calls", "refusal", *_VERBATIM_FIELDS})
+_PLAIN_FIELDS = _MESSAGE_FIELDS - _THOUGHT_FIELDS
 _PLAIN_MESSAGE = frozenset({"role", "content", "tool_calls", "refusal", "reasoning_content"})
 _CHOICE_FIELDS = frozenset({"index", "message", "finish_reason"})
 _REPLY_FIELDS = frozenset({"id", "object", "created", "model", "choices", "usage", "error"})
@@ -839,8 +840,10 @@ def read_message(raw: Mapping[str, Any]) -> Message:
     elif isinstance(call := raw.get("function_call"), dict) and call.get("name"):
         # The form before `tool_calls`, which some servers still use.
         message["tool_calls"] = [make_call("", call["name"], call.get("arguments"))]
-    verbatim = {key: raw[key] for key in _VERBATIM_FIELDS if raw.get(key)}
-    verbatim |= unknown_in(raw, _MESSAGE_FIELDS)
+    verbatim: dict[str, Any] = {}
+    if not raw.keys() <= _PLAIN_FIELDS:
+        verbatim = {key: raw[key] for key in _VERBATIM_FIELDS if raw.get(key)}
+        verbatim |= unknown_in(raw, _MESSAGE_FIELDS)
     if isinstance(given, list) and not all(map(is_text, given)):
         verbatim["content"] = given
     elif inline is not None:
