@@ -22,8 +22,8 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
+from toolsets.sandbox import Engine
 from toolsets.sandbox.base import (
-    Engine,
     ExecResult,
     Limits,
     Sandbox,

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from batch_trajectories.basics.versions import installed_version
+
 
 class ToolError(Exception):
     """A failure whose message the model sees unchanged."""
@@ -173,12 +175,8 @@ class Stopped(Exception):
 
 def install_command(extra: str) -> str:
     """The command that installs an extra: beside the installed program, or in the checkout."""
-    from importlib import metadata
-
     name = "batch-trajectories"
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
+    if installed_version(name) is None:
         return f"pip install -e '{Path(__file__).parents[2]}[{extra}]'"
     return f"pip install '{name}[{extra}]'"
 

@@ -11,7 +11,7 @@ from batch_trajectories.basics.console import show
 from batch_trajectories.basics.text import plural
 from batch_trajectories.cli.command_line import LocalPath
 from batch_trajectories.cli.exit_codes import errors_as_exit_codes, fail
-from toolsets.sandbox.base import Engine
+from toolsets.sandbox import Engine
 
 
 @click.command(name="build_images")

@@ -50,13 +50,14 @@ from batch_trajectories.config.option_types import (
     running,
     url_or_absolute_path,
 )
-from batch_trajectories.dataset.row import ColumnUse, RowRules
 from batch_trajectories.dataset.shards import plain_shard
-from toolsets.sandbox.base import Engine, Pull, SandboxError, SandboxSettings
+from toolsets.sandbox import SANDBOXES, Engine, Pull
 
 if TYPE_CHECKING:
+    from batch_trajectories.dataset.row import ColumnUse, RowRules
     from toolsets.catalog.distributions import Distribution
     from toolsets.net.web_settings import WebSettings
+    from toolsets.sandbox.base import SandboxSettings
 
 
 class RunConfig(AgentOptions):
@@ -408,6 +409,8 @@ class RunConfig(AgentOptions):
 
     def sandbox_settings(self, image: str | None = None) -> SandboxSettings:
         """The settings of sandboxes; `image` is that of a row, in place of the run's."""
+        from toolsets.sandbox.base import SandboxSettings  # --help does without sandboxes
+
         return SandboxSettings(
             image=image or self.docker_image,
             engine=self.container_engine,
@@ -435,7 +438,10 @@ class RunConfig(AgentOptions):
         """
         if self.is_inside:
             return True
-        from toolsets.sandbox.factory import find_sandbox_class  # --help does without sandboxes
+        if self.sandbox in SANDBOXES:
+            return SANDBOXES[self.sandbox].needs_image
+        from toolsets.sandbox.base import SandboxError  # as above
+        from toolsets.sandbox.factory import find_sandbox_class
 
         try:
             return find_sandbox_class(self.sandbox).needs_image
@@ -613,6 +619,8 @@ class RunConfig(AgentOptions):
         user_toolsets: Collection[str] | None = None,
     ) -> RowRules:
         """The rules to read the rows of the dataset, for a model of this API."""
+        from batch_trajectories.dataset.row import RowRules  # --help reads no rows
+
         return RowRules(
             system_prompt=self.system_prompt,
             options=self.agent_options,

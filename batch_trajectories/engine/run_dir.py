@@ -42,6 +42,7 @@ from batch_trajectories.basics.errors import (
     RunLocked,
 )
 from batch_trajectories.basics.text import clip, first_few
+from batch_trajectories.basics.versions import installed_version
 from batch_trajectories.config.fingerprint import (
     EARLIER_DEFAULTS,
     data_options,
@@ -748,12 +749,4 @@ def _excerpt(value: Any) -> str:
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
     """The versions of packages by name, or "not installed"."""
-    from importlib import metadata
-
-    versions = {}
-    for name in packages:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
+    return {name: installed_version(name) or "not installed" for name in packages}

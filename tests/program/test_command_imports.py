@@ -33,12 +33,16 @@ _CLIENT_PACKAGES = {
 """The packages of others that a run with a live model may import beside these."""
 
 _OPTIONS = {
-    *("agent.loop", "agent.messages", "agent.models", "agent.options", "agent.state"),
+    *("agent.messages", "agent.models", "agent.options", "agent.state"),
     *("batch_trajectories.basics", "batch_trajectories.cli", "batch_trajectories.config"),
-    *("batch_trajectories.dataset", "batch_trajectories.records"),
-    *("toolsets.context", "toolsets.sandbox", "toolsets.tool", "toolsets.workspace"),
+    *("batch_trajectories.dataset", "batch_trajectories.records", "toolsets.sandbox"),
 }
 """The folders and modules that define the options of a run."""
+
+_ROWS = {
+    *("agent.loop", "toolsets.context", "toolsets.tool", "toolsets.workspace"),
+}
+"""The folders and modules that define the rows of a dataset."""
 
 _TOOLS = {
     *("agent.setup", "toolsets.catalog", "toolsets.function_threads", "toolsets.toolbox"),
@@ -47,12 +51,15 @@ _TOOLS = {
 _FOLDERS = {
     "--help": _OPTIONS,
     "status": _OPTIONS
+    | _ROWS
     | {"batch_trajectories.api", "batch_trajectories.engine", "batch_trajectories.export"}
     | {"batch_trajectories.report"},
     "--dry_run": _OPTIONS
+    | _ROWS
     | _TOOLS
     | {"agent.gateway", "agent.runner", "batch_trajectories.engine", "toolsets.builtin"},
     "first call": _OPTIONS
+    | _ROWS
     | _TOOLS
     | {"agent.runner", "batch_trajectories.api", "batch_trajectories.engine"}
     | {"batch_trajectories.export"},
@@ -73,7 +80,7 @@ _OF_SANDBOXES = {"asyncio", "concurrent", "ssl", "subprocess"}
 
 _COSTLY_ALLOWED = {
     "--help": set[str](),
-    "status": _OF_VERSIONS | _OF_SANDBOXES,
+    "status": _OF_VERSIONS,
     "--dry_run": _OF_VERSIONS | _OF_SANDBOXES | {"http", "multiprocessing"},
     "first call": _OF_VERSIONS
     | _OF_SANDBOXES

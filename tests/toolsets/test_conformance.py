@@ -21,3 +21,8 @@ def name(request: pytest.FixtureRequest) -> str:
     if (problem := sandbox_problem(request.param)) is not None:
         pytest.skip(problem)
     return str(request.param)
+
+
+@pytest.mark.parametrize("kind", SANDBOXES)
+def test_the_table_of_sandboxes_says_which_ones_need_an_image(kind: str) -> None:
+    assert SANDBOXES[kind].needs_image == find_sandbox_class(kind).needs_image

@@ -1,6 +1,12 @@
 """The sandboxes in which commands run."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Engine = Literal["docker", "podman"]
+"""A program that runs containers."""
+
+Pull = Literal["never", "missing"]
+"""The rule for pulling images: never, or only images that are not here."""
 
 
 class SandboxPlaces(NamedTuple):
@@ -10,6 +16,8 @@ class SandboxPlaces(NamedTuple):
     """A subclass of `Sandbox`."""
     images: str | None = None
     """A subclass of `ImageSandboxes`; None if conversations cannot work in images there."""
+    needs_image: bool = False
+    """`Sandbox.needs_image`, for commands that only want to know that: a class takes 20 ms."""
 
 
 SANDBOXES = {
@@ -19,6 +27,7 @@ SANDBOXES = {
     "docker": SandboxPlaces(
         "toolsets.sandbox.containers.docker:DockerSandbox",
         "toolsets.sandbox.containers.docker:EngineImages",
+        needs_image=True,
     ),
     "local": SandboxPlaces("toolsets.sandbox.local:LocalSandbox"),
 }

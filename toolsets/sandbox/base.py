@@ -9,16 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from batch_trajectories.basics.errors import ToolError
+from toolsets.sandbox import Engine, Pull
 from toolsets.workspace.workspace import Workspace
 
 if TYPE_CHECKING:
     from toolsets.images.registry.settings import RegistrySettings
-
-Engine = Literal["docker", "podman"]
-"""A program that runs containers."""
-
-Pull = Literal["never", "missing"]
-"""The rule for pulling images: never, or only images that are not here."""
 
 SessionKind = Literal["shell", "python"]
 """A session: a shell or an interpreter whose state lasts from call to call; one each per task."""

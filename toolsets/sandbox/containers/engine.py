@@ -16,7 +16,8 @@ import orjson
 from batch_trajectories.basics.process import lock_file
 from batch_trajectories.basics.text import single_line
 from toolsets.images.names import ImageError
-from toolsets.sandbox.base import Pull, SandboxError
+from toolsets.sandbox import Pull
+from toolsets.sandbox.base import SandboxError
 
 RUN_LABEL = "batch-trajectories.run"
 """The key of the label that names the run of a container."""
