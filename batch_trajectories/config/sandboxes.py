@@ -47,6 +47,12 @@ def find_sandbox_warning(config: RunConfig) -> str | None:
     return None if sandboxes is None else sandboxes.warning()
 
 
+def has_overlays(config: RunConfig) -> bool:
+    """Whether conversations on this machine share the files of their images by overlays."""
+    sandboxes = _image_sandboxes(config) if config.is_inside else None
+    return sandboxes is not None and sandboxes.has_overlays()
+
+
 def replaced_images(config: RunConfig, known: Mapping[str, str]) -> dict[str, str]:
     """Digests of the images that have changed since `known`; missing images are left out."""
     digests = _digests(config, known) if known else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from importlib.util import find_spec
 from itertools import islice
+from pkgutil import resolve_name
 
 from agent.models.resolve import SCRIPTED
 from batch_trajectories.basics.errors import ConfigError, install_command
@@ -50,6 +51,8 @@ def fork_ahead(config: RunConfig) -> None:
                 len(toolset.tools)  # which imports them, once for all
         if config.sandbox in SANDBOXES:  # others are the user's
             find_sandbox_class(config.sandbox)
+            if config.is_inside:
+                _load_images(config.sandbox)
         if config.mcp:
             import toolsets.mcp.servers  # noqa: F401 - as above
         if config.model_weights().keys() != {SCRIPTED}:
@@ -58,6 +61,14 @@ def fork_ahead(config: RunConfig) -> None:
             load_table()
             _load_clients(config)
         fork_workers(min(config.num_workers, _most_tasks(config)))
+
+
+def _load_images(sandbox: str) -> None:
+    """Import what conversations in images need."""
+    import batch_trajectories.engine.worker.diffs.diffs  # noqa: F401 - as for `_load_clients`
+
+    if (images := SANDBOXES[sandbox].images) is not None:
+        resolve_name(images)
 
 
 def _load_clients(config: RunConfig) -> None:

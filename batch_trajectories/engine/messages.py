@@ -442,6 +442,8 @@ class WorkerSetup:
     """Names the start of the run, which other starts do not share."""
     workspace_id: str = ""
     """The id of the storage with the workspaces; "" for the run directory."""
+    has_overlays: bool = False
+    """Overlays of images can be mounted on the parent's machine."""
     is_remote: bool = False
     """The worker shares no disk with the parent, which keeps its journal and log."""
     clock_offset_s: float = 0.0

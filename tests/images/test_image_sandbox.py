@@ -19,8 +19,8 @@ from tests.fakes.fake_images import Entry, layer_of, layer_of_tree, symlink, wri
 from tests.helpers.running import PATIENCE_S
 from toolsets.images.store import ImageStore
 from toolsets.sandbox import image_bwrap
-from toolsets.sandbox.base import ExecResult, ImageSpec, Limits
-from toolsets.sandbox.image_bwrap import BwrapImageSandbox
+from toolsets.sandbox.base import ExecResult, ImageSpec, Limits, SandboxSettings
+from toolsets.sandbox.image_bwrap import BwrapImages, BwrapImageSandbox
 from toolsets.sandbox.image_files import ImageFiles
 from toolsets.workspace.workspace import PathError, Workspace
 
@@ -416,6 +416,21 @@ def test_an_overlay_is_tried_where_layers_are(images: Path, tmp_path: Path) -> N
     assert image_bwrap.overlay_problem(tmp_path, unpacked) is None
     assert list(tmp_path.iterdir()) == []
     assert image_bwrap.overlay_problem(Path("/proc"), unpacked) is not None
+
+
+def test_an_overlay_that_the_parent_has_tried_is_not_tried_again(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def try_again(*_: Path) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(image_bwrap, "overlay_problem", try_again)
+    monkeypatch.setattr(image_bwrap, "_layerings", {})
+    made = BwrapImages(SandboxSettings(images=images), tmp_path)
+    made.trust_overlays()
+    assert made.has_overlays()
+    layer = Workspace(tmp_path / "workspaces" / "w")
+    made.make(layer, Limits(), ImageSpec("python:1"))
 
 
 def test_conversations_that_start_together_try_one_overlay(

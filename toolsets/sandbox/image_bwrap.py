@@ -16,7 +16,6 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack, suppress
-from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Literal
@@ -54,6 +53,8 @@ _MAX_MARKED = 20_000
 _PROBE = ".probe"
 _PROBE_TIMEOUT_S = 30
 _TRYING = Lock()
+_layerings: dict[tuple[Path, Path], Layering] = {}
+"""What was found here, by the directories of changes and of images."""
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
 
 
@@ -117,15 +118,27 @@ class BwrapImages(ImageSandboxes):
 
     def warning(self) -> str | None:
         """See `ImageSandboxes`."""
-        layers = self._run_dir / "workspaces"
-        layers.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if find_layering(layers, self._store.unpacked) == "overlay":
+        if self.has_overlays():
             return None
+        layers = self._layers
         why = overlay_problem(layers, self._store.unpacked)
         return (
             f"warning: each conversation gets a copy of its image: the kernel mounts no overlays "
             f"for {layers} ({why}); use a kernel from 5.11 on and a local file system"
         )
+
+    @property
+    def _layers(self) -> Path:
+        return self._run_dir / "workspaces"
+
+    def has_overlays(self) -> bool:
+        """See `ImageSandboxes`."""
+        self._layers.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return find_layering(self._layers, self._store.unpacked) == "overlay"
+
+    def trust_overlays(self) -> None:
+        """See `ImageSandboxes`."""
+        _layerings[self._layers, self._store.unpacked] = "overlay"
 
     def make(
         self, workspace: Workspace, limits: Limits, spec: ImageSpec, extras: Extras | None = None
@@ -347,12 +360,10 @@ def _mark_layer(upper: Path, path: str, add: Callable[[bytes], None]) -> None:
 def find_layering(layers: Path, images: Path) -> Layering:
     """Return how conversations with changes in `layers` share the trees in `images`."""
     with _TRYING:  # all conversations of a worker ask at once
-        return _probe_layering(layers, images)
-
-
-@cache
-def _probe_layering(layers: Path, images: Path) -> Layering:
-    return "copy" if overlay_problem(layers, images) else "overlay"
+        if (layers, images) not in _layerings:
+            has_problem = overlay_problem(layers, images) is not None
+            _layerings[layers, images] = "copy" if has_problem else "overlay"
+        return _layerings[layers, images]
 
 
 def overlay_problem(layers: Path, images: Path) -> str | None:

@@ -146,6 +146,13 @@ class ImageSandboxes(ABC):
         """Return why images are slow here; None if they are not."""
         return None
 
+    def has_overlays(self) -> bool:
+        """Try to mount an image below the changes of a conversation; return whether that works."""
+        return False
+
+    def trust_overlays(self) -> None:  # noqa: B027 - engines have their own storage
+        """Do not try what another process has found here by `has_overlays`."""
+
     @abstractmethod
     def make(
         self, workspace: Workspace, limits: Limits, spec: ImageSpec, extras: Extras | None = None

@@ -30,7 +30,7 @@ from batch_trajectories.basics.text import first_few
 from batch_trajectories.config.endpoints import Cost
 from batch_trajectories.config.models import endpoint_limits, run_budget, uses_key_command
 from batch_trajectories.config.run_config import RunConfig
-from batch_trajectories.config.sandboxes import remove_leftover_containers
+from batch_trajectories.config.sandboxes import has_overlays, remove_leftover_containers
 from batch_trajectories.dataset.scan import Scan, tasks
 from batch_trajectories.dataset.shards import parse_shard
 from batch_trajectories.engine.executor_choice import open_executor
@@ -536,6 +536,7 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSe
             versions=run_dir.versions,
         ),
         images=run_dir.images,
+        has_overlays=plan.sandbox is not None and has_overlays(plan.config),
         script=plan.script,
         limits=limits,
         budget=run_budget(plan.config),

@@ -38,7 +38,6 @@ from toolsets.context import ToolContext
 from toolsets.sandbox.base import Extras, ImageSpec, Limits, Sandbox, SandboxError
 from toolsets.sandbox.commands import require_sandbox
 from toolsets.sandbox.factory import make_sandbox, sandbox_problem
-from toolsets.sandbox.image_files import ImageSandbox
 from toolsets.workspace.removal import remove_tree
 from toolsets.workspace.workspace import TEMPORARY, Workspace
 
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from batch_trajectories.engine.worker.reward_functions import Inside
     from toolsets.browser.process import Browsers
     from toolsets.net.web_settings import WebSettings
-    from toolsets.sandbox.base import ImageSpec, SandboxSettings
+    from toolsets.sandbox.base import SandboxSettings
     from toolsets.sandbox.image_files import ImageSandbox
 
 
@@ -532,6 +531,8 @@ class RunImages:
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._sandboxes = image_sandboxes(setup.config)
+        if setup.has_overlays and not setup.is_remote:
+            self._sandboxes.trust_overlays()
         self.digests = dict(setup.images)
         """Digests of the images that conversations of the run used, by reference. They must not
         change."""
