@@ -427,7 +427,7 @@ def open_run_dir(
         save_scan(path / DATASET_INDEX, scan)
         remove_other_snapshots(path, scan.path)
         if mirror is not None:
-            mirror.start(scan.path, requests_per_s=config.num_workers)
+            mirror.start(scan.path)
         directory_fds = {}
         for directory in (path / INFLIGHT, path / WORKSPACES):
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -210,7 +210,7 @@ class Mirror:
 
     # Sending.
 
-    def start(self, dataset: Path, *, requests_per_s: int) -> None:
+    def start(self, dataset: Path) -> None:
         """Send all changes, then start a thread that follows the run.
 
         `dataset` is the JSONL file of the run. Raises what `Bucket.create` raises, and `RunLocked`.
@@ -218,7 +218,8 @@ class Mirror:
         outside = {} if dataset.parent == self._run_dir else {MIRRORED_DATASET: dataset}
         self._tail = Tail(self._run_dir, self._copy.extents, outside)
         while not call_with_retries(self._send):
-            time.sleep(1 / requests_per_s)
+            pass
+        self._save_note()  # a start after a kill would read again all that was sent now
         self._thread = threading.Thread(target=self._follow, name="mirror", daemon=True)
         self._thread.start()
 

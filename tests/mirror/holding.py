@@ -26,7 +26,7 @@ def main(run_dir: Path, url: str, stale_s: float) -> None:
         (run_dir / "run.json").write_text("{}")
         writing = threading.Event()
         try:
-            mirror.start(run_dir / "prompts.jsonl", requests_per_s=1000)
+            mirror.start(run_dir / "prompts.jsonl")
             while mirror.problem is None:
                 with (run_dir / "records.jsonl").open("a") as file:
                     file.write(f"{run_dir}\n")

@@ -22,7 +22,7 @@ from batch_trajectories.basics.errors import ConfigError, RunDirError, RunLocked
 from batch_trajectories.mirror.copies import Copy, update_copy
 from batch_trajectories.mirror.mirror import Mirror
 from batch_trajectories.mirror.tail import DIRECTORY, unpack_part
-from batch_trajectories.records.journal import Inflight, boot_id, journal_line
+from batch_trajectories.records.journal import Inflight, boot_id, journal_line, read_note
 from batch_trajectories.records.tasks import task_key
 from tests.helpers.running import ROOT
 
@@ -49,7 +49,7 @@ def a_run(place: Path) -> Path:
 def open_mirror(url: str, run_dir: Path) -> Mirror:
     mirror = Mirror(url, run_dir, stale_s=0.0)
     mirror.take()
-    mirror.start(run_dir.parent / "p.jsonl", requests_per_s=1000)
+    mirror.start(run_dir.parent / "p.jsonl")
     return mirror
 
 
@@ -246,3 +246,19 @@ def _last_holder(parts: Path, holders: list[subprocess.Popen[str]]) -> subproces
         pass
     pid = unpack_part(names[-1].read_bytes(), "").holder["pid"]
     return next(process for process in holders if process.pid == pid)
+
+
+def test_what_a_start_has_sent_is_not_read_again_by_the_next(url: str, tmp_path: Path) -> None:
+    """As after a kill soon after a large run got its mirror."""
+    run_dir = a_run(tmp_path)
+    with (run_dir / "records.jsonl").open("wb") as file:
+        file.writelines([LINE] * (20 << 17))  # three parts
+    mirror = open_mirror(url, run_dir)
+    try:
+        note = read_note(run_dir)
+        parts = sorted((tmp_path / "bucket" / "r" / DIRECTORY).iterdir())
+        assert len(parts) > 3
+        assert note is not None
+        assert note["number"] == int(parts[-1].name)
+    finally:
+        mirror.close()
