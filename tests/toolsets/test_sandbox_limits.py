@@ -196,13 +196,14 @@ def test_a_control_group_that_was_removed_is_done_without(
     [
         pytest.param("echo up", True, id="as new"),
         pytest.param("for n in $(seq 40); do sleep 9 & done", False, id="too many processes"),
+        pytest.param("head -c 200M /dev/zero > kept", False, id="its files are in memory"),
     ],
 )
 def test_sandboxes_use_one_group_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, is_used_again: bool
 ) -> None:
     """A group is only used again if nothing of its limits can be left for the next sandbox."""
-    limits = Limits(timeout_s=20, processes=20)
+    limits = Limits(timeout_s=20, processes=20, memory_mb=500)
     made: list[Group] = []
     seen: list[list[bool]] = []
 
@@ -229,8 +230,8 @@ def test_sandboxes_use_one_group_after_the_other(
             await FORK_SERVERS.close()
 
     asyncio.run(use())
-    if not made:
-        pytest.skip("no control groups can be made here")
+    if not made or not made[0].limits_memory:
+        pytest.skip("no control groups for memory can be made here")
     assert len(made) == (1 if is_used_again else 2)
     assert all(map(all, seen)) == is_used_again
     assert not any(path.exists() for group in made for path in group.paths)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -90,11 +91,12 @@ class Group:
             self._counters.pop().close()
 
     def is_as_new(self) -> bool:
-        """Whether no process is in the group, and its limits have never been reached."""
+        """Whether it has no process and hardly any memory, and has never reached its limits."""
         return not (
             self.refusals()
             or self.was_full()
             or any(map(_has_reached_memory, self.paths))
+            or any(map(_holds_memory, self.paths))
             or any((path / "cgroup.procs").read_bytes() for path in self.paths)
         )
 
@@ -280,6 +282,17 @@ def _has_reached_memory(group: Path) -> bool:
     limit = _read_number(group / "memory.limit_in_bytes")
     peak = _read_number(group / "memory.max_usage_in_bytes")
     return limit is not None and (peak or 0) >= 0.95 * limit
+
+
+def _holds_memory(group: Path) -> bool:
+    """Whether a quarter of a group's memory is in use, as by files that an ended sandbox read."""
+    for used, limit in (
+        ("memory.current", "memory.max"),
+        ("memory.usage_in_bytes", "memory.limit_in_bytes"),
+    ):
+        if (bytes_used := _read_number(group / used)) is not None:
+            return 4 * bytes_used >= (_read_number(group / limit) or math.inf)
+    return False
 
 
 def _read_value(file: Path, name: str) -> int:
