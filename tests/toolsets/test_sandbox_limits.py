@@ -15,14 +15,12 @@ from typing import Any
 
 import pytest
 
-from batch_trajectories.basics.errors import HostError
 from tests.helpers.running import PATIENCE_S, ROOT
 from tests.toolsets.test_sandbox import BOTH, needs_bwrap, run, workspace
 from toolsets.sandbox import served
 from toolsets.sandbox.base import Limits, SandboxError
 from toolsets.sandbox.cgroup import Group, can_bound_memory, can_limit_cpus, make_group
 from toolsets.sandbox.factory import make_sandbox
-from toolsets.sandbox.fork_servers import FORK_SERVERS
 from toolsets.workspace.workspace import Workspace
 
 __all__ = ["workspace"]  # a fixture
@@ -190,53 +188,6 @@ def test_a_control_group_that_was_removed_is_done_without(
         pytest.skip("no control groups can be made here")
 
 
-@needs_bwrap
-@pytest.mark.parametrize(
-    ("command", "is_used_again"),
-    [
-        pytest.param("echo up", True, id="as new"),
-        pytest.param("for n in $(seq 40); do sleep 9 & done", False, id="too many processes"),
-        pytest.param("head -c 200M /dev/zero > kept", False, id="its files are in memory"),
-    ],
-)
-def test_sandboxes_use_one_group_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, is_used_again: bool
-) -> None:
-    """A group is only used again if nothing of its limits can be left for the next sandbox."""
-    limits = Limits(timeout_s=20, processes=20, memory_mb=500)
-    made: list[Group] = []
-    seen: list[list[bool]] = []
-
-    def make(*limits: Any) -> Group | None:
-        # The limit on processes is the group's, as for `local`.
-        group = make_group(20, *limits[1:])
-        made.extend([] if group is None else [group])
-        return group
-
-    monkeypatch.setattr(served, "make_group", make)
-
-    async def use() -> None:
-        FORK_SERVERS.open()
-        try:
-            for number in range(2):
-                sandbox = make_sandbox("bwrap", Workspace(tmp_path / str(number)), limits)
-                try:
-                    with contextlib.suppress(SandboxError, HostError):
-                        await sandbox.run("shell", command)
-                finally:
-                    await sandbox.stop()
-                seen.append([path.exists() for group in made for path in group.paths])
-        finally:
-            await FORK_SERVERS.close()
-
-    asyncio.run(use())
-    if not made or not made[0].limits_memory:
-        pytest.skip("no control groups for memory can be made here")
-    assert len(made) == (1 if is_used_again else 2)
-    assert all(map(all, seen)) == is_used_again
-    assert not any(path.exists() for group in made for path in group.paths)
-
-
 def test_only_groups_of_dead_processes_of_the_same_namespace_are_removed() -> None:
     """In another namespace, the process with that number may live."""
     if (made := make_group(None, 200)) is None:
@@ -269,7 +220,6 @@ from pathlib import Path
 from batch_trajectories.basics.errors import HostError
 from toolsets.sandbox.base import Limits, SandboxError
 from toolsets.sandbox.factory import make_sandbox
-from toolsets.sandbox.fork_servers import FORK_SERVERS
 from toolsets.workspace.workspace import Workspace
 
 name, root, group, limit, command, *more = sys.argv[1:]

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import secrets
 import signal
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
-
-from batch_trajectories.basics.closing import close_all
 
 _ROOT = Path("/sys/fs/cgroup")
 _PREFIX = "trajectories"
@@ -38,8 +34,6 @@ class Group:
     def __init__(self, paths: Sequence[Path], *, limits_memory: bool) -> None:
         self.paths = paths
         self.limits_memory = limits_memory
-        self.keep: Callable[[Group], bool] | None = None
-        """Takes the group when it is closed, if it is as new; False: it is to be removed."""
         self._counters = [
             counter for path in paths for counter in _open_counters(path, known=_file_names(path))
         ]
@@ -90,22 +84,8 @@ class Group:
         while self._counters:
             self._counters.pop().close()
 
-    def is_as_new(self) -> bool:
-        """Whether it has no process and hardly any memory, and has never reached its limits."""
-        return not (
-            self.refusals()
-            or self.was_full()
-            or any(map(_has_reached_memory, self.paths))
-            or any(map(_holds_memory, self.paths))
-            or any((path / "cgroup.procs").read_bytes() for path in self.paths)
-        )
-
     async def close(self) -> None:
-        """Kill all processes that are still in the group; remove it, unless `keep` takes it."""
-        if self.keep is not None:
-            with contextlib.suppress(OSError):
-                if self.is_as_new() and self.keep(self):
-                    return
+        """Kill all processes that are still in the group, and remove it."""
         self.stop_counting()
         left = list(self.paths)
         for _ in range(_REMOVAL_ATTEMPTS):
@@ -121,37 +101,6 @@ class Group:
             if not left:
                 return
             await asyncio.sleep(0.01)
-
-
-GroupLimits = tuple[int | None, int, float | None]
-"""The arguments of `make_group`."""
-
-
-class Groups:
-    """Groups for sandboxes, one after the other: to make and to remove one takes a millisecond."""
-
-    def __init__(self) -> None:
-        self._unused: defaultdict[GroupLimits, list[Group]] = defaultdict(list)
-        self._is_closed = False
-
-    def take(self, limits: GroupLimits, make: Callable[..., Group | None]) -> Group | None:
-        """Return a group with those limits that can be set, made by `make` if none is left."""
-        if unused := self._unused[limits]:
-            return unused.pop()
-        if (group := make(*limits)) is not None:
-            group.keep = partial(self._keep, limits)
-        return group
-
-    def _keep(self, limits: GroupLimits, group: Group) -> bool:
-        if not self._is_closed:
-            self._unused[limits].append(group)
-        return not self._is_closed
-
-    async def close(self) -> None:
-        """Remove the groups that no sandbox uses; those in use are removed when they are closed."""
-        self._is_closed = True
-        unused, self._unused = self._unused, defaultdict(list)
-        await close_all(*(group.close for groups in unused.values() for group in groups))
 
 
 def make_group(
@@ -273,26 +222,6 @@ def _open_counters(group: Path, known: frozenset[str] | None = None) -> list[_Co
                 counters.append(_Counter(fd, prefix))
                 break
     return counters
-
-
-def _has_reached_memory(group: Path) -> bool:
-    """Whether a group has ever met its memory limit, even if no process was killed."""
-    if _read_value(group / "memory.events", "oom"):
-        return True
-    limit = _read_number(group / "memory.limit_in_bytes")
-    peak = _read_number(group / "memory.max_usage_in_bytes")
-    return limit is not None and (peak or 0) >= 0.95 * limit
-
-
-def _holds_memory(group: Path) -> bool:
-    """Whether a quarter of a group's memory is in use, as by files that an ended sandbox read."""
-    for used, limit in (
-        ("memory.current", "memory.max"),
-        ("memory.usage_in_bytes", "memory.limit_in_bytes"),
-    ):
-        if (bytes_used := _read_number(group / used)) is not None:
-            return 4 * bytes_used >= (_read_number(group / limit) or math.inf)
-    return False
 
 
 def _read_value(file: Path, name: str) -> int:

@@ -19,7 +19,7 @@ from batch_trajectories.basics.closing import close_all
 from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe_errno
 from batch_trajectories.basics.per_loop import PerLoop
 from toolsets.sandbox.base import SandboxError
-from toolsets.sandbox.cgroup import Group, Groups
+from toolsets.sandbox.cgroup import Group
 from toolsets.sandbox.channel import Channel, Gone, Launch, Reply
 from toolsets.sandbox.inside.boot import BOOT
 from toolsets.sandbox.programs import program
@@ -44,10 +44,9 @@ class SandboxTemplate:
 
 
 class _Servers:
-    """The fork servers of one event loop, and the control groups of its sandboxes."""
+    """The fork servers of one event loop."""
 
     def __init__(self) -> None:
-        self.groups = Groups()
         self._starting: dict[tuple[object, ...], asyncio.Task[Channel | None]] = {}
         self._replaced: set[Channel] = set()
 
@@ -90,10 +89,10 @@ class _Servers:
             del self._starting[template.key]
 
     async def close(self) -> None:
-        """End all servers, and the sandboxes that they forked; remove unused groups."""
+        """End all servers, and the sandboxes that they forked."""
         replaced = [partial(server.close, grace_s=0) for server in self._replaced]
         latest = [partial(_end, starting) for starting in self._starting.values()]
-        await close_all(*replaced, *latest, self.groups.close)
+        await close_all(*replaced, *latest)
 
 
 FORK_SERVERS = PerLoop(_Servers, _Servers.close)

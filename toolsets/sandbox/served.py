@@ -126,15 +126,14 @@ class ServedSandbox(Sandbox):
         return None
 
     def group(self) -> Group | None:
-        """Take a control group for limits that the sandbox itself does not set.
+        """Make the control group for limits that the sandbox itself does not set.
 
         Returns None if the sandbox sets all limits, or if no group can be made.
         """
         if self.limits_itself:
             return None
         processes = None if self.max_processes else self._limits.processes
-        limits = (processes, self._limits.memory_mb, self._limits.cpus)
-        return FORK_SERVERS.shared().groups.take(limits, make_group)
+        return make_group(processes, self._limits.memory_mb, self._limits.cpus)
 
     async def exec(
         self, argv: Sequence[str], *, timeout_s: float | None = None, stdin: bytes = b""
@@ -310,9 +309,6 @@ class ServedSandbox(Sandbox):
             "baseline": self._workspace.baseline() if self.keeps_its_size else 0,
             "entrypoint": self.entrypoint,
         }
-        if not self._uses_fork_servers:
-            self._uses_fork_servers = True
-            FORK_SERVERS.open()
         group = self.group()
         is_limited = self.limits_itself or (group is not None and group.limits_memory)
         terms["memory_mb"] = 0 if is_limited else limits.memory_mb
@@ -336,6 +332,9 @@ class ServedSandbox(Sandbox):
         """Start the sandbox by a fork server; None if there is none for this kind of sandbox."""
         if (template := self.template()) is None:
             return None
+        if not self._uses_fork_servers:
+            self._uses_fork_servers = True
+            FORK_SERVERS.open()
         servers = FORK_SERVERS.shared()
         return await servers.fork(template, terms, group, output_bytes=self._limits.output_bytes)
 
