@@ -443,7 +443,7 @@ class WorkerSetup:
     workspace_id: str = ""
     """The id of the storage with the workspaces; "" for the run directory."""
     has_overlays: bool = False
-    """Overlays of images can be mounted on the parent's machine."""
+    """The parent has mounted an overlay of an image, on the machine of the worker."""
     is_remote: bool = False
     """The worker shares no disk with the parent, which keeps its journal and log."""
     clock_offset_s: float = 0.0

@@ -536,7 +536,9 @@ def _worker_setup(plan: Plan, run_dir: RunDir, *, has_answers: bool) -> WorkerSe
             versions=run_dir.versions,
         ),
         images=run_dir.images,
-        has_overlays=plan.sandbox is not None and has_overlays(plan.config),
+        has_overlays=plan.sandbox is not None
+        and plan.config.executor == "local"  # other machines have other kernels
+        and has_overlays(plan.config),
         script=plan.script,
         limits=limits,
         budget=run_budget(plan.config),

@@ -531,7 +531,7 @@ class RunImages:
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._sandboxes = image_sandboxes(setup.config)
-        if setup.has_overlays and not setup.is_remote:
+        if setup.has_overlays:
             self._sandboxes.trust_overlays()
         self.digests = dict(setup.images)
         """Digests of the images that conversations of the run used, by reference. They must not

@@ -332,23 +332,26 @@ class Differs:
             if key not in self._open:
                 self._open[key] = await make()
         self._open.move_to_end(key)
-        if (differ := self._open[key]) is None:
-            yield None
-            return
-        differ.uses += 1
-        differ.users += 1
-        differ.is_used_up |= differ.uses >= _MAX_DIFFS
-        self._replace_if_used_up(key, differ)
+        differ = self._open[key]
+        if differ is not None:
+            differ.uses += 1
+            differ.users += 1
+            differ.is_used_up |= differ.uses >= _MAX_DIFFS
+            self._replace_if_used_up(key, differ)
         try:
             yield differ
         finally:
-            differ.users -= 1
-            self._replace_if_used_up(key, differ)
-            if differ.is_used_up and not differ.users:
-                await differ.fresh.close(remove=True)
+            if differ is not None:
+                await self._give_back(key, differ)
         for oldest in [*self._open][: max(0, len(self._open) - _MAX_OPEN)]:
             if (unused := self._open.get(oldest)) is None or not unused.users:
                 await self._end(oldest)
+
+    async def _give_back(self, key: Hashable, differ: Differ) -> None:
+        differ.users -= 1
+        self._replace_if_used_up(key, differ)
+        if differ.is_used_up and not differ.users:
+            await differ.fresh.close(remove=True)
 
     def _replace_if_used_up(self, key: Hashable, differ: Differ) -> None:
         """Have the next user open another one; the last one of its users closes this one."""
