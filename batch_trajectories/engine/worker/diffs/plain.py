@@ -153,11 +153,7 @@ class Plain(NamedTuple):
 
 
 class Differ:
-    """Makes diffs of files of one workspace, in which nothing may be changed meanwhile.
-
-    Several conversations may use it at the same time: its sandbox makes one diff after the other,
-    while the files of the next ones are read.
-    """
+    """Makes diffs of files of one workspace, in which nothing may be changed meanwhile."""
 
     def __init__(self, fresh: ToolContext, top: str, nested: Sequence[str]) -> None:
         """`top` is the directory of the repository, `nested` are repositories within it."""
@@ -169,14 +165,10 @@ class Differ:
         self._ignored: set[str] = set()
         self._converted: set[str] = set()
         self._looked_at: set[str] = set()
-        self._turn = asyncio.Lock()
-        """For commands in the sandbox: with turns, the first diffs are there earlier."""
         self._diffs = 0
         self._stored_bytes = 0
         self.is_used_up = False
         """Whether the object has reached its limits and another should take its place."""
-        self.uses = self.users = 0
-        """Conversations that have used it, and those that use it now."""
 
     async def find_ignored(self, paths: set[str]) -> set[str] | None:
         """The paths that git ignores; None if git changes the contents of any other path.
@@ -184,30 +176,28 @@ class Differ:
         Raises `DiffError` and `ToolError`.
         """
         sandbox = image_sandbox(self.fresh)
-        if self._is_usual is None or paths - self._looked_at:
-            async with self._turn:
-                if self._is_usual is None:
-                    output = (await run(sandbox, _IS_USUAL, self.top)).stdout
-                    self._is_usual = output.strip() == EMPTY_TREE
-                if self._is_usual and (new := paths - self._looked_at):
-                    await self._look_at(new)
+        if self._is_usual is None:
+            output = (await run(sandbox, _IS_USUAL, self.top)).stdout
+            self._is_usual = output.strip() == EMPTY_TREE
         if not self._is_usual:
             return None
+        if new := paths - self._looked_at:
+            store = f"{sandbox.memory_dir}/paths"
+            await run(
+                sandbox,
+                _LOOK_AT_PATHS,
+                self.top,
+                store,
+                stdin=encode_paths(new),
+                timeout_s=_TIMEOUT_S,
+            )
+            ignored, attributes = await asyncio.to_thread(self._read_paths, store, new)
+            self._ignored |= ignored
+            self._converted |= attributes
+            self._looked_at |= new
+            self.is_used_up |= len(self._looked_at) >= _MAX_PATHS
         ignored = paths & self._ignored
         return None if (paths - ignored) & self._converted else ignored
-
-    async def _look_at(self, new: set[str]) -> None:
-        """Find which of these paths git ignores, and of which it changes the contents."""
-        sandbox = image_sandbox(self.fresh)
-        store = f"{sandbox.memory_dir}/paths"
-        await run(
-            sandbox, _LOOK_AT_PATHS, self.top, store, stdin=encode_paths(new), timeout_s=_TIMEOUT_S
-        )
-        ignored, attributes = await asyncio.to_thread(self._read_paths, store, new)
-        self._ignored |= ignored
-        self._converted |= attributes
-        self._looked_at |= new
-        self.is_used_up |= len(self._looked_at) >= _MAX_PATHS
 
     def _read_paths(self, store: str, paths: set[str]) -> tuple[set[str], set[str]]:
         """The ignored paths, and the paths whose contents git changes."""
@@ -233,14 +223,12 @@ class Differ:
             return b""
         self._diffs += 1
         self._stored_bytes += sum(map(len, objects.files.values()))
-        self.is_used_up |= self._stored_bytes >= _MAX_STORED_BYTES
+        self.is_used_up |= self._diffs >= _MAX_DIFFS or self._stored_bytes >= _MAX_STORED_BYTES
         store = f"{image_sandbox(self.fresh).memory_dir}/{self._diffs}"
-        sandbox = image_sandbox(self.fresh)
-        async with self._turn:
-            for entries in objects.write_requests():
-                await self._files.ask(f"{store}/objects", op="put", entries=entries)
-            await run(sandbox, _DIFF, self.top, store, *trees, timeout_s=_TIMEOUT_S)
-            return await self._files.read(f"{store}/patch", 4 * _MAX_BYTES)
+        for entries in objects.write_requests():
+            await self._files.ask(f"{store}/objects", op="put", entries=entries)
+        await run(image_sandbox(self.fresh), _DIFF, self.top, store, *trees, timeout_s=_TIMEOUT_S)
+        return await self._files.read(f"{store}/patch", 4 * _MAX_BYTES)
 
 
 def _objects(sides: Callable[[], Sides | None]) -> tuple[Objects, tuple[str, str]] | None:
@@ -321,42 +309,26 @@ class Differs:
 
     def __init__(self) -> None:
         self._open: OrderedDict[Hashable, Differ | None] = OrderedDict()
-        self._opening: dict[Hashable, asyncio.Lock] = {}
+        self._using: dict[Hashable, asyncio.Lock] = {}
 
     @asynccontextmanager
     async def using(
         self, key: Hashable, make: Callable[[], Awaitable[Differ | None]]
     ) -> AsyncIterator[Differ | None]:
         """The differ of this key, made where there is none; None where there can be none."""
-        async with self._opening.setdefault(key, asyncio.Lock()):
+        async with self._using.setdefault(key, asyncio.Lock()):
             if key not in self._open:
                 self._open[key] = await make()
-        self._open.move_to_end(key)
-        differ = self._open[key]
-        if differ is not None:
-            differ.uses += 1
-            differ.users += 1
-            differ.is_used_up |= differ.uses >= _MAX_DIFFS
-            self._replace_if_used_up(key, differ)
-        try:
-            yield differ
-        finally:
-            if differ is not None:
-                await self._give_back(key, differ)
+            self._open.move_to_end(key)
+            differ = self._open[key]
+            try:
+                yield differ
+            finally:
+                if differ is not None and differ.is_used_up:
+                    await self._end(key)
         for oldest in [*self._open][: max(0, len(self._open) - _MAX_OPEN)]:
-            if (unused := self._open.get(oldest)) is None or not unused.users:
+            if not self._using[oldest].locked():
                 await self._end(oldest)
-
-    async def _give_back(self, key: Hashable, differ: Differ) -> None:
-        differ.users -= 1
-        self._replace_if_used_up(key, differ)
-        if differ.is_used_up and not differ.users:
-            await differ.fresh.close(remove=True)
-
-    def _replace_if_used_up(self, key: Hashable, differ: Differ) -> None:
-        """Have the next user open another one; the last one of its users closes this one."""
-        if differ.is_used_up and self._open.get(key) is differ:
-            del self._open[key]
 
     async def close(self) -> None:
         """End their sandboxes."""
