@@ -310,8 +310,6 @@ class ModelSettings:
     @property
     def own_price(self) -> Price | None:
         """The user's own price of the model; None if there is none."""
-        if not self.endpoint_prices and not self.prices:
-            return None
         return (
             self.endpoint_prices.get(self.name)
             or self.prices.get(self.reference)

@@ -271,10 +271,10 @@ class AppendFile:
         """
         if self._broken is not None:
             raise self._broken
+        rest = memoryview(lines)
         try:
-            written = os.write(self._fd, lines)
-            while written < len(lines):  # a disk that is nearly full takes a part
-                written += os.write(self._fd, memoryview(lines)[written:])
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
             with contextlib.suppress(OSError):  # else the next start repairs the tail
                 os.ftruncate(self._fd, self.size)

@@ -425,7 +425,7 @@ def test_an_overlay_that_the_parent_has_tried_is_not_tried_again(
         raise AssertionError
 
     monkeypatch.setattr(image_bwrap, "overlay_problem", try_again)
-    monkeypatch.setattr(image_bwrap, "_layerings", {})
+    monkeypatch.setattr(image_bwrap, "_overlay_problems", {})
     made = BwrapImages(SandboxSettings(images=images), tmp_path)
     made.trust_overlays()
     assert made.has_overlays()

@@ -249,7 +249,7 @@ def _last_holder(parts: Path, holders: list[subprocess.Popen[str]]) -> subproces
 
 
 def test_what_a_start_has_sent_is_not_read_again_by_the_next(url: str, tmp_path: Path) -> None:
-    """As after a kill soon after a large run got its mirror."""
+    """A large run that is killed soon after its first upload need not read its mirror again."""
     run_dir = a_run(tmp_path)
     with (run_dir / "records.jsonl").open("wb") as file:
         file.writelines([LINE] * (20 << 17))  # three parts

@@ -53,8 +53,8 @@ _MAX_MARKED = 20_000
 _PROBE = ".probe"
 _PROBE_TIMEOUT_S = 30
 _TRYING = Lock()
-_layerings: dict[tuple[Path, Path], Layering] = {}
-"""What was found here, by the directories of changes and of images."""
+_overlay_problems: dict[tuple[Path, Path], str | None] = {}
+"""The results of `overlay_problem` for pairs of directories, which need not be tried again."""
 _CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID")
 
 
@@ -68,7 +68,7 @@ class BwrapImages(ImageSandboxes):
             None if settings.images is None else ImageStore(settings.images, is_filled=self._pulls)
         )
         self._registry = settings.registry
-        self._run_dir = run_dir
+        self._layers = run_dir / "workspaces"
 
     @property
     def _store(self) -> ImageStore:
@@ -118,27 +118,24 @@ class BwrapImages(ImageSandboxes):
 
     def warning(self) -> str | None:
         """See `ImageSandboxes`."""
-        if self.has_overlays():
+        if (why := self._find_problem_of_overlays()) is None:
             return None
-        layers = self._layers
-        why = overlay_problem(layers, self._store.unpacked)
         return (
             f"warning: each conversation gets a copy of its image: the kernel mounts no overlays "
-            f"for {layers} ({why}); use a kernel from 5.11 on and a local file system"
+            f"for {self._layers} ({why}); use a kernel from 5.11 on and a local file system"
         )
-
-    @property
-    def _layers(self) -> Path:
-        return self._run_dir / "workspaces"
 
     def has_overlays(self) -> bool:
         """See `ImageSandboxes`."""
+        return self._find_problem_of_overlays() is None
+
+    def _find_problem_of_overlays(self) -> str | None:
         self._layers.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return find_layering(self._layers, self._store.unpacked) == "overlay"
+        return _find_overlay_problem(self._layers, self._store.unpacked)
 
     def trust_overlays(self) -> None:
         """See `ImageSandboxes`."""
-        _layerings[self._layers, self._store.unpacked] = "overlay"
+        _overlay_problems[self._layers, self._store.unpacked] = None
 
     def make(
         self, workspace: Workspace, limits: Limits, spec: ImageSpec, extras: Extras | None = None
@@ -149,8 +146,8 @@ class BwrapImages(ImageSandboxes):
 
     def remove_leftovers(self) -> int:
         """Remove bases that no conversation uses; returns 0, as there are no containers."""
-        if (layers := self._run_dir / "workspaces").exists():
-            remove_bases(layers)
+        if self._layers.exists():
+            remove_bases(self._layers)
         return 0
 
 
@@ -359,11 +356,15 @@ def _mark_layer(upper: Path, path: str, add: Callable[[bytes], None]) -> None:
 
 def find_layering(layers: Path, images: Path) -> Layering:
     """Return how conversations with changes in `layers` share the trees in `images`."""
+    return "overlay" if _find_overlay_problem(layers, images) is None else "copy"
+
+
+def _find_overlay_problem(layers: Path, images: Path) -> str | None:
+    """Return the result of `overlay_problem`, from the first time that these were tried."""
     with _TRYING:  # all conversations of a worker ask at once
-        if (layers, images) not in _layerings:
-            has_problem = overlay_problem(layers, images) is not None
-            _layerings[layers, images] = "copy" if has_problem else "overlay"
-        return _layerings[layers, images]
+        if (layers, images) not in _overlay_problems:
+            _overlay_problems[layers, images] = overlay_problem(layers, images)
+        return _overlay_problems[layers, images]
 
 
 def overlay_problem(layers: Path, images: Path) -> str | None:
