@@ -10,6 +10,7 @@ resumable · 5 another process works on the run · 6 `verify` or `stats --fail_o
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -70,6 +71,8 @@ def cli() -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ensure_utf8()
     fork_if_init()
+    # pydantic would read the metadata of every installed package to find plugins for itself.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     open_missing_streams()
     collect_garbage_rarely()
     try:

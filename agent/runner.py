@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from agent.loop.loop import run_agent
 from agent.loop.rules import (
@@ -52,8 +54,7 @@ from toolsets.tool import ToolResult
 from toolsets.toolbox import Toolbox
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConversationRunner:
+class ConversationRunner(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that one conversation needs; `run` runs it to its ending."""
 
     trajectory: Trajectory
@@ -67,7 +68,7 @@ class ConversationRunner:
     callable_names: Collection[str] | None = None
     """The names of the subagents that this conversation may call; None: all."""
     on_event: StreamHandler | None = None
-    approved: set[bytes] = field(default_factory=set)
+    approved: set[bytes] = msgspec.field(default_factory=set)
     """Calls that need no further approval."""
     workspace_survived: bool = True
     """False if the workspace had to be made anew since the stored events."""

@@ -16,9 +16,11 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 from agent.loop.loop import close_calls
 from agent.loop.rules import ConversationSpec, Finish, add_turn_limit
@@ -50,8 +52,7 @@ T = TypeVar("T")
 State = Literal["idle", "running", "done", "awaiting_input", "interrupted", "failed"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgentSetup:
+class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that all sessions of one agent share, checked."""
 
     settings: ModelSettings

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from agent.loop.tools import Approve, add_completion_tools, check_names
 from agent.messages.message import (
@@ -35,8 +37,7 @@ from toolsets.toolbox import Toolbox
 _ALL_NAMES = frozenset(ALL)
 
 
-@dataclass(frozen=True, slots=True)
-class SubagentSetup:
+class SubagentSetup(msgspec.Struct, frozen=True):
     """The model and tools of one subagent."""
 
     settings: ModelSettings | None
@@ -45,8 +46,7 @@ class SubagentSetup:
     tools: tuple[Tool, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
+class Setup(msgspec.Struct, frozen=True):
     """Model, tools, subagents and hooks of all conversations."""
 
     settings: ModelSettings
@@ -54,7 +54,7 @@ class Setup:
     tools: tuple[Tool, ...]
     subagents: dict[str, SubagentSetup]
     approve: Approve | None
-    aliases: Mapping[str, ModelSettings] = field(default_factory=dict)
+    aliases: Mapping[str, ModelSettings] = msgspec.field(default_factory=dict)
     """Further models that an agent which runs as a command may ask for; see `CommandAgent`."""
     user: ModelSettings | None = None
     """The model of the simulated user; None: the model of the conversations."""
@@ -294,8 +294,7 @@ def inner_schemas(setup: Setup, options: AgentOptions, name: str) -> list[Mappin
     return list_schemas(inner, inner_options)
 
 
-@dataclass(frozen=True, slots=True)
-class AgentServices:
+class AgentServices(msgspec.Struct, frozen=True):
     """The models and tools of one conversation and its subagents."""
 
     setup: Setup

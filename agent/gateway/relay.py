@@ -11,9 +11,11 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from agent.gateway.answers import Answer, Answers, Refusal
 from agent.gateway.pointing import Replies, check_pointed, count_pointed

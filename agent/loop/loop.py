@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from agent.loop.acceptance import MAX_RUN_CALLS, repair_names, why_unusable
 from agent.loop.rules import (
@@ -116,8 +117,7 @@ async def run_agent(
                 return end
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Loop:
+class _Loop(msgspec.Struct, frozen=True, kw_only=True):
     """One run of the loop: takes the steps that the rules decide on."""
 
     trajectory: Trajectory

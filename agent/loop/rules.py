@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+import msgspec
 
 from agent.loop.acceptance import MAX_RUN_CALLS
 from agent.messages.leaked_calls import find_leaked_call
@@ -103,11 +104,10 @@ _SUM_UP = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ConversationSpec:
+class ConversationSpec(msgspec.Struct, frozen=True):
     """The options and texts that decide how one conversation runs and ends."""
 
-    options: AgentOptions = field(default_factory=AgentOptions)
+    options: AgentOptions = msgspec.field(default_factory=AgentOptions)
     expected: str | None = None
     """The right answer; the model never sees it."""
     user_replies: tuple[str, ...] = ()

@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from agent.messages.message import (
     SIMULATED_USER,
     USER_TURN,
@@ -67,7 +69,7 @@ class SimulatedUserModel:
     async def complete(self, request: Request) -> Completion:
         """See `Model.complete`."""
         shown = [*self._seen, *request.messages[self._opening_length :]]
-        completion = await self._model.complete(replace(request, messages=shown))
+        completion = await self._model.complete(msgspec.structs.replace(request, messages=shown))
         if completion.tokens is None:
             return completion
         # The prompt's messages are not stored, so its token ids are not either.

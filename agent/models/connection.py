@@ -10,6 +10,8 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
+import msgspec
+
 KEY_REFRESH_S = 600.0
 """Default age, in seconds, at which a key of `key_command` is replaced."""
 
@@ -24,8 +26,7 @@ NO_HEALTH_PATH = "none"
 """The value of `health_path` for servers that have no such path."""
 
 
-@dataclass(frozen=True, slots=True)
-class Replication:
+class Replication(msgspec.Struct, frozen=True):
     """An endpoint of several replicas, without a router in front of them."""
 
     urls: tuple[str, ...]

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol, Required, TypedDict
 
+import msgspec
+
 from agent.messages.message import FinishReason, Message, Usage
 from agent.messages.tokens import SampledTokens
 from agent.models.connection import DIRECT_CONNECTION, Connection
@@ -123,8 +125,7 @@ class PointedTokens(NamedTuple):
 NOTHING_POINTED = PointedTokens(0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """One call of a model."""
 
     messages: Sequence[Message]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from agent.messages.message import SUMMARY, UNREADABLE, Event, Message, summary_key, summary_upto
 from agent.models.conversation_id import inner_conversation_id

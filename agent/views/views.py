@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import orjson
+from msgspec.structs import replace
 
 from agent.messages.message import Message
 from agent.models.model import Completion, Model, Request

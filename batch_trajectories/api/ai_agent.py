@@ -7,10 +7,10 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from msgspec.structs import replace
 from pydantic import TypeAdapter, ValidationError
 
 from agent.loop.tools import Approve

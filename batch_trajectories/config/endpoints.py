@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import isfinite
 from typing import Annotated, Literal, NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
@@ -168,8 +168,7 @@ def is_secret(value: str) -> bool:
 # Costs, and the limits of an endpoint: values that parent and workers share.
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(msgspec.Struct, frozen=True):
     """Dollars and tokens; a unit without a budget stays 0."""
 
     usd: float = 0.0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from agent.models.model import ModelSettings, Price
 from agent.models.providers import ONLY_RELAYED, Api, find_provider, is_known_prefix

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 Sign = Literal["no_pass", "no_call", "failed", "rejected", "same_ending"]
 """The names of the signs that a run gives nothing to train on."""
@@ -28,8 +29,7 @@ _SHARED: Mapping[str, str] = {
 _RULE = re.compile(r"(?P<sign>\w+):(?P<number>\d+(?:\.\d+)?)(?P<percent>%?)")
 
 
-@dataclass(frozen=True, slots=True)
-class StopRule:
+class StopRule(msgspec.Struct, frozen=True):
     """One rule of `--stop_if`; either `count` or `share` is set."""
 
     sign: Sign

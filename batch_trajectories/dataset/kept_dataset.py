@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from hashlib import blake2b, file_digest
 from pathlib import Path
 from shutil import rmtree
@@ -22,7 +21,9 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import finalize
 
+import msgspec
 import orjson
+from msgspec.structs import replace
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.console import LongWork
@@ -71,8 +72,7 @@ class RowFilter(Protocol):
         """Facts for the description of the dataset; they include `digest`."""
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class DatasetSnapshot:
+class DatasetSnapshot(msgspec.Struct, frozen=True, weakref=True):
     """The JSONL file of a dataset; one in a temporary directory is removed with this object."""
 
     path: Path
@@ -199,8 +199,7 @@ def remove_other_snapshots(run_dir: Path, path: Path) -> None:
             file.unlink()
 
 
-@dataclass(frozen=True, slots=True)
-class _Recipe:
+class _Recipe(msgspec.Struct, frozen=True):
     """Everything that decides which rows a dataset has, and in which form."""
 
     source: DataSource

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import msgspec
 from pydantic import ValidationError
 
 from agent.loop.rules import ConversationSpec, add_turn_limit
@@ -85,13 +85,12 @@ class RowTask(NamedTuple):
         return Trajectory(self.opening, (*before, *events))
 
 
-@dataclass(frozen=True, slots=True)
-class RowRules:
+class RowRules(msgspec.Struct, frozen=True):
     """The rules by which the rows of a run are read."""
 
     system_prompt: str | None = None
     """The system prompt of rows without one of their own; None: no prompt."""
-    options: AgentOptions = field(default_factory=AgentOptions)
+    options: AgentOptions = msgspec.field(default_factory=AgentOptions)
     script: ColumnUse = "ignored"
     is_priced: bool = True
     """Whether the price of the model is known, so rows may have budgets in dollars."""

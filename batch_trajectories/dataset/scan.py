@@ -17,10 +17,10 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypedDict
 
+import msgspec
 import orjson
 
 from batch_trajectories.basics import exact_json
@@ -57,8 +57,7 @@ class ScanOptions(TypedDict):
     shard: Shard | None
 
 
-@dataclass(frozen=True, slots=True)
-class Scan:
+class Scan(msgspec.Struct, frozen=True):
     """The result of one pass over a dataset file."""
 
     path: Path

@@ -13,17 +13,16 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Mapping
-from dataclasses import fields
 from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
+import msgspec
 import orjson
 from pydantic import BaseModel
 
 from batch_trajectories.basics.versions import installed_version
 from batch_trajectories.dataset.lines import is_unchanged
-from batch_trajectories.dataset.row import RowRules
 from batch_trajectories.dataset.scan import Scan, ScanOptions, scan
 from batch_trajectories.records.files import replace_file
 from batch_trajectories.records.tasks import BadRow
@@ -196,7 +195,7 @@ def _options_digest(**options: Unpack[ScanOptions]) -> str:
     decisive = {
         "format": [_FORMAT, sys.byteorder, installed_version("batch-trajectories")],
         **options,
-        "rules": {field.name: getattr(rules, field.name) for field in fields(RowRules)},
+        "rules": msgspec.structs.asdict(rules),
         "shard": str(options["shard"]),
     }
     text = orjson.dumps(decisive, default=_plain, option=orjson.OPT_SORT_KEYS)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import first_few
@@ -21,8 +22,7 @@ _SHARD = re.compile(r"(\d{1,6})/(\d{1,6})")
 _MAX_LISTED = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(msgspec.Struct, frozen=True):
     """One of `count` parts, numbered from 0."""
 
     index: int

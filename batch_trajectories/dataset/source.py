@@ -18,12 +18,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import filterfalse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import orjson
 
 from batch_trajectories.basics.errors import DatasetError, EnvironmentStop, RunError
@@ -65,8 +65,7 @@ _HUB = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class HubName:
+class HubName(msgspec.Struct, frozen=True):
     """A dataset of the hub; None stands for the hub's default."""
 
     repository: str
@@ -75,8 +74,7 @@ class HubName:
     revision: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFile:
+class SourceFile(msgspec.Struct, frozen=True):
     """A file with rows."""
 
     path: Path
@@ -84,8 +82,7 @@ class SourceFile:
     compression: Compression | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DataSource:
+class DataSource(msgspec.Struct, frozen=True):
     """The source of rows: one of `files`, `saved`, `hub`, `tasks` and `stored`."""
 
     name: str

@@ -10,7 +10,7 @@ never parses records. Each kind of message is a class; `type` in the header name
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
@@ -417,8 +417,7 @@ def parse_task_key(id: str) -> bytes:
     return bytes.fromhex(id.partition("-")[0])
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSetup:
+class WorkerSetup(msgspec.Struct, frozen=True):
     """The settings of a worker, sent to its process. Contains no secrets."""
 
     number: int
@@ -434,7 +433,7 @@ class WorkerSetup:
     budget: Cost | None
     proven: frozenset[str]
     """Base URLs that have answered before."""
-    images: Mapping[str, str] = field(default_factory=dict)
+    images: Mapping[str, str] = msgspec.field(default_factory=dict)
     """The digests of images that finished conversations used, by reference."""
     run_key: str = ""
     """See `RunDir.key`."""

@@ -6,10 +6,11 @@ import ipaddress
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
+
+import msgspec
 
 from agent.messages.tokens import GRAMMAR, sampling_fields
 from agent.models.model import ModelSettings, Price
@@ -57,8 +58,7 @@ from toolsets.sandbox.factory import find_sandbox_class
 _MAX_LISTED_BAD_ROWS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """A checked start that has not begun."""
 
     config: RunConfig

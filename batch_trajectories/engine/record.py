@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
+
+import msgspec
 
 from agent.loop.rules import ConversationSpec, Finish
 from agent.messages.message import ReplyEvent, is_cost_only
@@ -51,8 +52,7 @@ class UsedImage(TypedDict):
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class Provenance:
+class Provenance(msgspec.Struct, frozen=True):
     """Keys that all records of a start share."""
 
     sandbox: str | None

@@ -26,11 +26,11 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
+import msgspec
 import orjson
 
 from agent.models.conversation_id import new_run_key
@@ -300,8 +300,7 @@ _ROWS_DEFAULTS = {
 _RECORDED_PACKAGES = ("batch-trajectories", "aiohttp", "orjson", "pydantic")
 
 
-@dataclass(frozen=True, slots=True)
-class RunDir:
+class RunDir(msgspec.Struct, frozen=True):
     """An opened, locked run directory."""
 
     path: Path

@@ -19,7 +19,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import (
     Client,
@@ -31,6 +31,7 @@ from multiprocessing.connection import (
 from pathlib import Path
 
 import orjson
+from msgspec.structs import replace
 
 from batch_trajectories.basics.errors import RunError, machine_failure
 from batch_trajectories.basics.process import hide_environment

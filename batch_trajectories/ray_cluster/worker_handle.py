@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import ray
+from msgspec.structs import replace
 
 from batch_trajectories.engine.executor import WorkerHandle
 from batch_trajectories.engine.messages import (

@@ -8,8 +8,10 @@ import signal
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from batch_trajectories.api.results import write_results
 from batch_trajectories.api.start import RunEnd, make_run_end

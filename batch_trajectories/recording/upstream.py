@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
+import msgspec
+
 from agent.gateway.answers import Answer, guess_api, models_path
 from agent.gateway.relay import RefusedModel, Route, make_free_request, send_free_request
 from agent.gateway.server import NO_NAMES
@@ -79,7 +81,9 @@ class Models:
         setups = {}
         for api in get_args(Api):
             try:
-                setups[api] = replace(self.setup, settings=self._adapt_dialect(api, self.settings))
+                setups[api] = msgspec.structs.replace(
+                    self.setup, settings=self._adapt_dialect(api, self.settings)
+                )
             except RefusedModel:
                 continue
         return setups
@@ -116,7 +120,9 @@ class Models:
         connection = settings.connection
         if is_own and (several := connection.replication) is not None:
             urls = tuple(_dialect_root(api, url) for url in several.urls)
-            connection = replace(connection, replication=replace(several, urls=urls))
+            connection = replace(
+                connection, replication=msgspec.structs.replace(several, urls=urls)
+            )
         return replace(settings, api=api, base_url=base_url, connection=connection)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
 
+import msgspec
 import orjson
 
 from agent.messages.message import Message, Usage
@@ -150,7 +151,7 @@ def _settings(config: RunConfig) -> tuple[ModelSettings, InferenceServer]:
         )
     connection = settings.connection
     if (several := connection.replication) is not None:
-        several = replace(several, urls=tuple(map(_root, several.urls)))
+        several = msgspec.structs.replace(several, urls=tuple(map(_root, several.urls)))
         connection = replace(connection, replication=several)
     root = _root(settings.base_url or "")
     return replace(settings, base_url=root, connection=connection), server
@@ -484,8 +485,7 @@ class _Scoring:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TokenRequest(RelayRequest):
+class _TokenRequest(RelayRequest, frozen=True, kw_only=True):
     """A request of known length: its JSON has several bytes for each token."""
 
     tokens: int

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+import msgspec
 import orjson
 import pytest
 from hypothesis import assume, example, given, settings
@@ -352,26 +353,27 @@ def limit_events(count: int, journal: Journal) -> Journal:
     return bounded
 
 
-@dataclass(frozen=True, kw_only=True)
-class Enduring(ConversationRunner):
+class Enduring(ConversationRunner, frozen=True, kw_only=True):
     """A conversation as a batch runs it: one whose script is played out ends as `failed`."""
 
     async def run(self, **how: Any) -> Finish:
         if self.depth:
             return await super().run(**how)
-        bounded = {**vars(self), "journal": limit_events(MOST_EVENTS, self.journal)}
+        bounded = {
+            **msgspec.structs.asdict(self),
+            "journal": limit_events(MOST_EVENTS, self.journal),
+        }
         try:
             return await ConversationRunner(**bounded).run(**how)
         except ModelError as error:
             return Finish("failed", f"{error.kind}: {error}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unwatched(Enduring):
+class Unwatched(Enduring, frozen=True, kw_only=True):
     """Without anyone who receives events."""
 
     async def run(self, **how: Any) -> Finish:
-        return await Enduring(**{**vars(self), "on_event": None}).run(**how)
+        return await Enduring(**{**msgspec.structs.asdict(self), "on_event": None}).run(**how)
 
 
 class Stage:
@@ -893,10 +895,10 @@ def test_another_prompt_can_follow_any_ending(scene: Scene, prompts: list[str]) 
 def new_session(scene: Scene) -> AgentSession:
     options = own_options(scene.options).model_dump(mode="json", exclude_defaults=True)
     agent = AIAgent("scripted", script=scene.script, enabled_toolsets=["none"], **options)
-    common = replace(agent._setup.common, tools=IN_ORDER)
+    common = msgspec.structs.replace(agent._setup.common, tools=IN_ORDER)
     history = scene.options.get("opening", OPENING)[:-1]
     journal = limit_events(10 * MOST_EVENTS, lambda event: None)
-    setup = replace(agent._setup, common=common, journal=journal)
+    setup = msgspec.structs.replace(agent._setup, common=common, journal=journal)
     return AgentSession(setup, history=history)
 
 
@@ -998,7 +1000,7 @@ def record_of(played: Played, scene: Scene) -> bytes:
         played.trajectory,
         end=played.end,
         spec=terms_of(scene.options),
-        setup=replace(setup, tools=IN_ORDER),
+        setup=msgspec.structs.replace(setup, tools=IN_ORDER),
         failure=None,
         attempt=1,
         provenance=PROVENANCE,

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from agent.session import AgentSession
 from batch_trajectories.api.ai_agent import COMPLETED_FILE, AIAgent

@@ -6,11 +6,11 @@ import asyncio
 import json
 import stat
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from agent import session as agent_session
 from agent.messages.message import Message

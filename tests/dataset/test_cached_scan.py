@@ -6,13 +6,13 @@ import os
 import random
 from array import array
 from collections.abc import Callable
-from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from msgspec.structs import replace
 
 from agent.options import AgentOptions
 from batch_trajectories.dataset.row import RowRules

@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from batch_trajectories.basics.errors import DatasetError
 from batch_trajectories.basics.presets import presets

@@ -502,7 +502,7 @@ class TestKeeping:
         write_csv(tmp_path / "p.csv")
         write_list(tmp_path / "q.json")
 
-        class Appends(RowRules):
+        class Appends(RowRules, frozen=True):
             def read(self, columns: Any) -> Any:
                 with (tmp_path / "p.csv").open("a") as file:
                     file.write("c,new,\n")
@@ -522,7 +522,7 @@ class TestKeeping:
     def test_of_two_starts_one_writes(self, tmp_path: Path) -> None:
         write_csv(tmp_path / "p.csv")
 
-        class Starts(RowRules):
+        class Starts(RowRules, frozen=True):
             def read(self, columns: Any) -> Any:
                 with pytest.raises(RunLocked, match="another process is starting this run"):
                     keep(tmp_path / "p.csv", tmp_path / "run")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import orjson
 from pydantic import Field
 
@@ -80,7 +81,9 @@ class Watched:
         self._model, self._requests, self._price = model, requests, price
 
     async def complete(self, request: Request) -> Completion:
-        self._requests.append(replace(request, messages=copy.deepcopy(list(request.messages))))
+        self._requests.append(
+            msgspec.structs.replace(request, messages=copy.deepcopy(list(request.messages)))
+        )
         completion = await self._model.complete(request)
         assert completion.usage is not None
         usage: Usage = {**completion.usage, "input_tokens": self._price.tokens}
@@ -182,11 +185,13 @@ def play(
     checked = AgentOptions(**options)
     setup = set_up(checked, SETTINGS, enabled_toolsets=[toolset or "none"], disabled_toolsets=())
     if toolset is None:
-        setup = replace(setup, tools=tuple(tools))
+        setup = msgspec.structs.replace(setup, tools=tuple(tools))
     if user_tools:
-        setup = replace(setup, user_toolsets=(Toolset("phone", "Its phone.", user_tools),))
+        setup = msgspec.structs.replace(
+            setup, user_toolsets=(Toolset("phone", "Its phone.", user_tools),)
+        )
     if approve is not None:
-        setup = replace(setup, approve=approve)
+        setup = msgspec.structs.replace(setup, approve=approve)
     spec = ConversationSpec(
         checked,
         expected=expected,

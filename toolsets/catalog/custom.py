@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import inspect
 import pkgutil
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import orjson
 
 from batch_trajectories.basics import exact_json
@@ -104,7 +104,7 @@ def make_toolsets(named: Iterable[tuple[str, Any]]) -> tuple[Toolset, ...]:
     for name, value in named:
         toolset = _toolset(name, value)
         if (same_name := toolsets.get(toolset.name)) is not None:
-            toolset = dataclasses.replace(toolset, tools=(*same_name.tools, *toolset.tools))
+            toolset = msgspec.structs.replace(toolset, tools=(*same_name.tools, *toolset.tools))
         _check_names(toolset)
         toolsets[toolset.name] = toolset
     return tuple(toolsets.values())
@@ -118,7 +118,9 @@ def schemas_digest(tools: Sequence[Tool]) -> str:
 
 def _toolset(name: str, value: Any) -> Toolset:
     if isinstance(value, Toolset):
-        return dataclasses.replace(value, tools=tuple(_tool(item, name) for item in value.tools))
+        return msgspec.structs.replace(
+            value, tools=tuple(_tool(item, name) for item in value.tools)
+        )
     items = value if isinstance(value, list | tuple) else [value]
     tools = tuple(_tool(item, name) for item in items)
     if not tools:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import overload
+
+import msgspec
 
 from toolsets.tool import Tool
 
@@ -27,8 +27,7 @@ class UnavailableToolset(ValueError):
     """A selection names a toolset that cannot work here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Toolset:
+class Toolset(msgspec.Struct, frozen=True):
     """Tools that are enabled together."""
 
     name: str
@@ -185,7 +184,7 @@ def resolve_toolsets(
         if tools:
             if (problem := known[name].problem()) is not None:
                 raise UnavailableToolset(f"toolset {name!r} cannot be offered: {problem}")
-            chosen.append(dataclasses.replace(known[name], tools=tools))
+            chosen.append(msgspec.structs.replace(known[name], tools=tools))
     return tuple(chosen)
 
 

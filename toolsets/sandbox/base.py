@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
+
+import msgspec
 
 from batch_trajectories.basics.errors import ToolError
 from toolsets.sandbox import Engine, Pull
@@ -23,8 +24,7 @@ class SandboxError(ToolError):
     """The sandbox could not run the command at all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """Limits on every command that a sandbox runs."""
 
     timeout_s: float = 120.0
@@ -52,21 +52,19 @@ class Limits:
         return self.timeout_s if asked_s is None else min(asked_s, self.timeout_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Extras:
+class Extras(msgspec.Struct, frozen=True):
     """Files and a home for a program that the user installed, beside workspace and system.
 
     Sandboxes without isolation show the whole machine anyway.
     """
 
-    binds: Mapping[str, str] = field(default_factory=dict)
+    binds: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Files and directories of the machine by their path in the sandbox; read-only."""
     home: str | None = None
     """A writable directory, empty at first and removed with the sandbox; ignored in images."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExecResult:
+class ExecResult(msgspec.Struct, frozen=True):
     """The result of one call: how it ended and what it printed."""
 
     exit_code: int | None
@@ -98,8 +96,7 @@ class ExecResult:
     sessions; None if unknown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxSettings:
+class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a run about its sandboxes; each sandbox uses those that it needs."""
 
     image: str | None = None
@@ -114,8 +111,7 @@ class SandboxSettings:
     """The settings for fetching images; None: without mirrors, with the usual limits."""
 
 
-@dataclass(frozen=True, slots=True)
-class ImageSpec:
+class ImageSpec(msgspec.Struct, frozen=True):
     """A container image, and settings of a row or an option for it.
 
     Settings that are None or empty are taken from the image's own configuration.
@@ -127,7 +123,7 @@ class ImageSpec:
     """The absolute path of the directory in the image that is the workspace."""
     user: str | None = None
     """`name`, `uid`, `name:group` or `uid:gid`."""
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Variables that are added to the image's."""
     network: bool = False
     """Commands may reach the network."""

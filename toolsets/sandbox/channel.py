@@ -13,9 +13,9 @@ import os
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batch_trajectories.basics import exact_json
@@ -44,8 +44,7 @@ class Gone(Exception):
     """The sandbox has ended or must not be used again; the message continues "the sandbox"."""
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(msgspec.Struct, frozen=True):
     """The command line of a process that serves on its standard input and output."""
 
     argv: Sequence[str]

@@ -11,9 +11,10 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from batch_trajectories.basics.closing import close_all
 from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, describe_errno
@@ -27,16 +28,15 @@ from toolsets.sandbox.programs import program
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class SandboxTemplate:
+class SandboxTemplate(msgspec.Struct, frozen=True, eq=False):
     """The command of a fork server, and the request for one of its sandboxes."""
 
     key: tuple[object, ...]
     """Sandboxes with equal keys come from the same server."""
     is_confined: bool
     """The server runs inside bubblewrap and separates the sandboxes that it forks."""
-    launch: Callable[[Sequence[str], ExitStack], Launch] = field(compare=False)
-    request: Mapping[str, Any] = field(compare=False)
+    launch: Callable[[Sequence[str], ExitStack], Launch]
+    request: Mapping[str, Any]
     """The properties of one sandbox, as `inside.fork_server` takes them."""
     is_tried: bool = True
     """Whether the server first forks a sandbox on trial. The trial must not meet leftovers of

@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from agent.models.admission import CallAdmission
 from agent.models.client.key_command import RenewableKey
 from agent.models.client.relayed import RelayRequest
@@ -343,7 +345,7 @@ class EndpointModel:
         if request.conversation and not request.has_cache_key and settings.takes_cache_key:
             request = request.with_cache_key()
         if settings.token_ids and request.asking_for_tokens is not None:
-            request = replace(request, body=request.asking_for_tokens)
+            request = msgspec.structs.replace(request, body=request.asking_for_tokens)
         return request.read(await transport.relay(request, settings))
 
     async def close(self) -> None:

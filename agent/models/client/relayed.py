@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec.structs import replace
 
 from agent.messages.message import Message
 from agent.models.dialects.dialect import Assembly
@@ -27,8 +28,7 @@ The arguments are the bytes of the event and its data; None: it has no data.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RelayRequest(Request):
+class RelayRequest(Request, frozen=True, kw_only=True):
     """One call of another program, to be sent unchanged but with the endpoint's credentials.
 
     `messages` and `tools` are not used, since the body has them. Of the model's settings only the

@@ -7,9 +7,9 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
+from msgspec.structs import replace
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
 from agent.models.admission import CallAdmission, CostEstimate

@@ -11,11 +11,13 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import msgspec
+from msgspec.structs import replace
 
 from agent.models.model import endpoint_url
 from batch_trajectories.basics.console import hide_progress
@@ -70,8 +72,7 @@ log = logging.getLogger(__name__)
 _one_at_a_time = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """The end of a start."""
 
     signal: int | None = None

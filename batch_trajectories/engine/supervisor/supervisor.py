@@ -14,8 +14,9 @@ import queue
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from agent.loop.rules import Finish
 from agent.models.model import endpoint_url

@@ -10,8 +10,10 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+from msgspec.structs import replace
 
 from batch_trajectories.config.endpoints import Cost
 from batch_trajectories.config.models import Setups
@@ -176,8 +178,7 @@ class CallCollector(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class Start(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of one start of a run."""
 
     run_dir: RunDir

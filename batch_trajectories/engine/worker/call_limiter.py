@@ -10,7 +10,8 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from agent.models.admission import CostEstimate
 from agent.models.errors import ModelError
@@ -251,8 +252,7 @@ class CallLimiter:
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._admit_waiting)
 
 
-@dataclass(frozen=True, slots=True)
-class CallPermit:
+class CallPermit(msgspec.Struct, frozen=True):
     """The permission for one attempt; a `Permit`."""
 
     gate: CallLimiter

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from agent.loop.loop import close_calls
 from agent.loop.rules import Finish
 from agent.messages.message import SIMULATED_USER, Event, RestartedEvent, is_cost_only
@@ -94,8 +96,7 @@ class Work:
     """Place where the workspace is kept; see `engine.worker.workspaces`."""
 
 
-@dataclass(frozen=True, slots=True)
-class AgentTask:
+class AgentTask(msgspec.Struct, frozen=True):
     """One conversation of an agent that is a command."""
 
     key: bytes

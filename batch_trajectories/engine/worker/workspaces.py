@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import msgspec
+
 from batch_trajectories.basics.errors import ToolError
 from batch_trajectories.config.sandboxes import check_image_digest, image_sandboxes
 from batch_trajectories.dataset.row import RowTask
@@ -229,7 +231,9 @@ class Workspaces:
         No other sandbox of the conversation may run. Raises `SetupFailed`.
         """
         root = context.workspace.root
-        limits = replace(self._limits(row), timeout_s=timeout_s, output_bytes=output_bytes)
+        limits = msgspec.structs.replace(
+            self._limits(row), timeout_s=timeout_s, output_bytes=output_bytes
+        )
         if self._images is None:
             settings = self._settings(row)
             kind = self._setup.config.sandbox
@@ -245,7 +249,7 @@ class Workspaces:
         if self._images is None:
             return context
         root = context.workspace.root
-        spec = replace(self._image_spec(row), starts_entrypoint=starts_entrypoint)
+        spec = msgspec.structs.replace(self._image_spec(row), starts_entrypoint=starts_entrypoint)
         sandbox = await self._sandbox_in_image(root, row, spec)
         await make_ready(sandbox)
         return self._inside(context, sandbox, root)
@@ -333,14 +337,14 @@ class Workspaces:
     ) -> ToolContext:
         """The workspace in `root` in a sandbox for a check, as a user of its image."""
         limits = self._limits(row if check.limits is None else row._replace(limits=check.limits))
-        limits = replace(limits, timeout_s=check.timeout_s or limits.timeout_s)
+        limits = msgspec.structs.replace(limits, timeout_s=check.timeout_s or limits.timeout_s)
         if self._images is None:
             workspace = Workspace(root)
             sandbox = self._make_sandbox(workspace, row, limits)
-            return replace(context, workspace=workspace, sandbox=sandbox, held={})
+            return msgspec.structs.replace(context, workspace=workspace, sandbox=sandbox, held={})
         spec = self._spec_of_check(row, check)
         sandbox = await self._sandbox_in_image(
-            root, row, replace(spec, user=user or spec.user), limits
+            root, row, msgspec.structs.replace(spec, user=user or spec.user), limits
         )
         await make_ready(sandbox)
         return self._inside(context, sandbox, root)
@@ -352,7 +356,7 @@ class Workspaces:
         """
         if check.image is not None or check.user is not None:
             spec = self._spec_of_check(row, check)
-            as_user = replace(spec, user=check.user or spec.user)
+            as_user = msgspec.structs.replace(spec, user=check.user or spec.user)
             await self._sandbox_in_image(fresh_root(root), row, as_user)
 
     async def remove_judged(self, row: RowTask, check: Check, root: Path) -> None:
@@ -410,7 +414,9 @@ class Workspaces:
 
         workspace = Workspace(root)
         workspace.start_dir = context.workspace.start_dir
-        return replace(context, workspace=ImageFiles(workspace, sandbox), sandbox=sandbox)
+        return msgspec.structs.replace(
+            context, workspace=ImageFiles(workspace, sandbox), sandbox=sandbox
+        )
 
     async def _sandbox_in_image(
         self, root: Path, row: RowTask, spec: ImageSpec, limits: Limits | None = None
@@ -425,11 +431,11 @@ class Workspaces:
         config = self._setup.config
         # The scan refuses rows without an image where the run names none.
         spec = row.image or ImageSpec(config.docker_image or "", network=config.network)
-        return replace(spec, workdir=spec.workdir or config.workdir)
+        return msgspec.structs.replace(spec, workdir=spec.workdir or config.workdir)
 
     def _spec_of_check(self, row: RowTask, check: Check) -> ImageSpec:
         spec = check.image_spec or self._image_spec(row)
-        return replace(spec, network=check.network or spec.network)
+        return msgspec.structs.replace(spec, network=check.network or spec.network)
 
     async def _image_problem(self, image: str) -> str | None:
         """The reason why an image cannot be used for workspaces; tried once per image."""

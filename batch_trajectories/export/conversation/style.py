@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from batch_trajectories.basics.text import clip
 from batch_trajectories.export.conversation.tolerance import STRICT, Tolerance
@@ -30,8 +30,7 @@ Arguments = Literal["objects", "text"]
 ToolsForm = Literal["text", "list"]
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
+class Style(msgspec.Struct, frozen=True):
     """Options for rendering conversations; None: each format has its default."""
 
     reasoning: ReasoningStyle | None = None

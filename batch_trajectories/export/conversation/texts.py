@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -19,8 +20,6 @@ _UNSPACED = (
     "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Han
 )
 """Scripts that put no spaces between words."""
-
-_WORD = re.compile(rf"[^\W{_UNSPACED}]+|[{_UNSPACED}]")
 
 
 def conversation_texts(record: Record) -> Iterator[tuple[str, str]]:
@@ -45,7 +44,12 @@ def user_texts(record: Record) -> list[str]:
 
 def split_words(text: str) -> list[str]:
     """The words of a text, casefolded; in scripts without spaces, each character."""
-    return _WORD.findall(text.casefold())
+    return _word().findall(text.casefold())
+
+
+@cache  # compiled at the first use, because it takes 2 ms and few commands need it
+def _word() -> re.Pattern[str]:
+    return re.compile(rf"[^\W{_UNSPACED}]+|[{_UNSPACED}]")
 
 
 def strings_in(value: Any) -> Iterator[str]:

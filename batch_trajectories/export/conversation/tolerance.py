@@ -7,8 +7,9 @@ represent, and refuses the others unless the user accepts them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from batch_trajectories.export.conversation.row_json import Token
 from batch_trajectories.export.conversation.validity import Reason, Rejected
@@ -43,8 +44,7 @@ class Flaw(NamedTuple):
     """The control token, if the flaw is by one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tolerance:
+class Tolerance(msgspec.Struct, frozen=True):
     """The flaws with which rows are kept."""
 
     accepts: frozenset[Reason] = frozenset()

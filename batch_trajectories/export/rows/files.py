@@ -452,8 +452,7 @@ class _RowFiles(CandidateFiles):
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CustomFormat(Format):
+class CustomFormat(Format, frozen=True, kw_only=True, eq=False):
     """A format whose rows are not those of single conversations."""
 
     files: Callable[[Export], FormatFiles]

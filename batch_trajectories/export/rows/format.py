@@ -6,10 +6,12 @@ An export imports the formats that its recipe names.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar
+
+import msgspec
+from msgspec.structs import replace
 
 from batch_trajectories.export.conversation.style import ReasoningStyle, Style
 from batch_trajectories.export.conversation.tolerance import (
@@ -28,17 +30,16 @@ _HOLDERS: Mapping[str, str] = {
 """A format that can hold each flaw, by the reason of the flaw."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Format:
+class Format(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The properties of a format, whatever its rows are made from."""
 
     name: str
     card: str
     """Instructions for reading the rows, for the dataset card."""
-    trainers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    trainers: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
     """Programs that read the rows, each with the folders that it can read, the best folder
     first."""
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Columns and their types, in order, for copies and the hub; none without a fixed schema.
 
     Types are those of `datasets`, and `turns` (objects of `from` and `value`) and `messages`
@@ -97,8 +98,7 @@ class Format:
         return f"{self.name} cannot hold this; export --format={holder} --accept_rows={reason} can"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RowFormat(Format):
+class RowFormat(Format, frozen=True, kw_only=True, eq=False):
     """A format with one row for each conversation."""
 
     row_of: Callable[[Conversation, Style], dict[str, Any]]
@@ -112,8 +112,7 @@ class RowFormat(Format):
     """Whether rows can show parts of a conversation as the model saw them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Copies:
+class Copies(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A kind of files to which rows of formats with columns are copied."""
 
     takes_all: ClassVar = False

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from agent.messages.message import Message
@@ -291,7 +292,7 @@ def test_only_who_listens_asks_for_a_stream() -> None:
     quiet = Request([Message(role="user", content="hi")])
     for dialect in (openai_chat, anthropic_messages):
         assert dialect.request_body(settings, quiet)["stream"] is False
-    listening = replace(quiet, on_delta=nobody)
+    listening = msgspec.structs.replace(quiet, on_delta=nobody)
     assert anthropic_messages.request_body(settings, listening)["stream"] is True
     body = openai_chat.request_body(settings, listening)
     assert (body["stream"], body["stream_options"]) == (True, {"include_usage": True})
