@@ -26,7 +26,7 @@ from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.first_process import proc_problem
 from toolsets.sandbox.fork_servers import SandboxTemplate
 from toolsets.sandbox.inside.system_calls import filter_program
-from toolsets.sandbox.programs import python_bin, python_prefix
+from toolsets.sandbox.programs import LOCALE, python_bin, python_prefix
 from toolsets.sandbox.served import ServedSandbox
 from toolsets.workspace.workspace import HOME
 
@@ -251,7 +251,7 @@ def _env() -> dict[str, str]:
     return {
         "PATH": f"{python_bin()}:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
         "HOME": HOME,
-        "LANG": "C.UTF-8",
+        **LOCALE,
         "TERM": "dumb",
         "USER": "user",
         "MPLBACKEND": "Agg",

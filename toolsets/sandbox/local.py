@@ -11,7 +11,7 @@ from toolsets.sandbox.base import SandboxSettings
 from toolsets.sandbox.channel import Launch
 from toolsets.sandbox.first_process import proc_problem
 from toolsets.sandbox.fork_servers import SandboxTemplate
-from toolsets.sandbox.programs import python_bin
+from toolsets.sandbox.programs import LOCALE, python_bin
 from toolsets.sandbox.served import ServedSandbox
 
 
@@ -59,7 +59,7 @@ class LocalSandbox(ServedSandbox):
         return {
             "PATH": f"{python_bin()}:{os.environ.get('PATH', os.defpath)}",
             "HOME": self.home,
-            "LANG": "C.UTF-8",
+            **LOCALE,
             "TERM": "dumb",
             "USER": os.environ.get("USER", "user"),
             "MPLBACKEND": "Agg",

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 from toolsets.sandbox.base import SandboxError
 from toolsets.sandbox.inside.boot import BOOT, make_frame
 
+LOCALE = {"LC_CTYPE": "C.UTF-8"}
+"""UTF-8 for commands. With LANG, each program would open twelve more files: a fifth of `ls`."""
+
 _HOST = "/.host"
 _PT_INTERP = 3
 _PACKAGE = "toolsets.sandbox.inside"
