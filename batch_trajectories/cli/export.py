@@ -17,6 +17,7 @@ from batch_trajectories.records.names import EXPORTS, MANIFEST_FILE
 
 if TYPE_CHECKING:
     from batch_trajectories.export.dataset.runs import Source
+    from batch_trajectories.export.rows.recipe import Recipe
 import sys
 
 from batch_trajectories.cli.exit_codes import errors_as_exit_codes
@@ -239,6 +240,7 @@ def _make(source: Source, directory: Path, place: Path, flags: Mapping[str, Any]
             "warning: samples of this run stopped at --until_passed, so groups differ in size and "
             "are not whole; GRPO needs a fixed --num_samples"
         )
+    _warn_of_shared_filters(recipe, manifest)
     show(_table(place, manifest))
     if render is not None:
         _show_rows(render, directory, manifest, flags["render_rows"])
@@ -247,13 +249,40 @@ def _make(source: Source, directory: Path, place: Path, flags: Mapping[str, Any]
     return _end_without_rows(manifest)
 
 
+_ADVICE = {
+    "no_token_ids": "token ids come from a run with --token_ids",
+    "no_reward": "rewards come from `score RUN`, or from a run with --check_expected, --reward or "
+    "a check in each row",
+}
+"""What gives the rows what they lack, by the reason why there are none."""
+
+
+def _warn_of_shared_filters(recipe: Recipe, manifest: Mapping[str, Any]) -> None:
+    """Say that formats of all conversations lack some, as other formats leave these out."""
+    whole = [one.name for one in recipe.row_formats if one.takes_all]
+    others = [one.name for one in recipe.row_formats if not one.takes_all]
+    lost = sum(manifest["rejected_by_reason"].get(one, 0) for one in ("status", "exact_duplicates"))
+    if whole and others and lost:
+        say(
+            f"warning: {', '.join(whole)} lacks {plural(lost, 'conversation')} that ended early or "
+            f"equal others, because {', '.join(others)} leaves them out: its groups and rates are "
+            f"not whole. Export {', '.join(whole)} alone"
+        )
+
+
 def _end_without_rows(manifest: Mapping[str, Any]) -> int:
     """Name the formats without a row; returns the exit code: 1 if there are any, else 0."""
     from batch_trajectories.export.dataset.losses import describe_losses
 
     empty = [part for part in manifest["formats"] if not part["rows"]]
     for part in empty:
-        say(f"error: no row of {part['format']}: {describe_losses(manifest, part)}")
+        advice = [
+            f"; {advised}"
+            for reason, advised in _ADVICE.items()
+            if reason in part["rejected_by_reason"]
+        ]
+        losses = describe_losses(manifest, part)
+        say(f"error: no row of {part['format']}: {losses}{''.join(advice)}")
     return 1 if empty else 0
 
 

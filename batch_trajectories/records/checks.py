@@ -153,6 +153,9 @@ CHECK_FAILED = "check_failed"
 EXPECTED = "expected"
 """The column with the expected answer."""
 
+_SAY_NOTHING = frozenset({"failed", "cancelled", "user_context_exceeded"})
+"""Endings that the model is not the reason of: without an answer they say nothing about it."""
+
 _WRONG_ANSWER = "not the expected"
 """The reason of a conversation that ended with a wrong answer begins with this."""
 
@@ -210,8 +213,8 @@ def judge_record(record: Record, name: str | None = None) -> Judgement:
     """The result of a record's check and scores; without a check, of comparing its answer.
 
     The reward is the one with this name. Without a name it is `reward`, the number that the check
-    gave, else 1.0 or 0.0; if nothing gave a `reward`, it is the first in `record_rewards`. A
-    conversation that reached a limit before its answer was compared has neither.
+    gave, else 1.0 or 0.0; if nothing gave a `reward`, it is the first in `record_rewards`. Where
+    answers are compared, a conversation that ended without one has not passed.
     """
     if name is None and not record.scores:
         if record.check is None and not (record.options or {}).get("check_expected"):
@@ -290,12 +293,10 @@ def _judge_by_answer(record: Record) -> Judgement:
     options = record.options or {}
     if not options.get("check_expected") or record.row.get(expected_column(record.row)) is None:
         return UNCHECKED
-    if record.status == "completed":
-        return Judgement(verdict=True, reward=1.0)
-    was_wrong = any(note.reason == "expected" for note in record.notes)
-    if ended_by_wrong_answer(record) or (record.status == "errors" and was_wrong):
-        return Judgement(verdict=False, reward=0.0)
-    return UNCHECKED
+    if record.status in _SAY_NOTHING:
+        return UNCHECKED
+    is_right = record.status == "completed"
+    return Judgement(verdict=is_right, reward=float(is_right))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from batch_trajectories.records.record_types import Record
 from batch_trajectories.records.tasks import task_key
 
 ROW_BYTES = 64
-VERSION = 2
+VERSION = 3
 FORMAT = f"batch records index {VERSION}, {sys.byteorder}".encode()
 MARK = FORMAT.ljust(ROW_BYTES - 1) + b"\n"
 """Row 0 of an index without a checksum."""

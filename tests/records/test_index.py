@@ -114,7 +114,7 @@ def put(at: int, content: bytes) -> Callable[[bytes], bytes]:
 DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
     "deleted": lambda index: None,
     "of an older form": lambda index: b'["7cea7e2e2b418070cf8398093a6dfb0f",0,1410]\n' * 40,
-    "of the format before": lambda index: index.replace(b"records index 2", b"records index 1"),
+    "of the format before": lambda index: index.replace(b"records index 3", b"records index 2"),
     "garbage": lambda index: b"\xff" * 5000,
     "half a mark": cut_index(ROW_BYTES // 2),
     "a mark alone": cut_index(ROW_BYTES),
