@@ -25,6 +25,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from numbers import Real
 from typing import Any, NamedTuple
 
 from batch_trajectories.basics.text import clip, plural
@@ -55,15 +57,18 @@ class Rewards(NamedTuple):
 def parse_rewards(value: Any, *, name: str, turns: int | None) -> Rewards:
     """Read rewards in a form that this module describes; those without a name get `name`.
 
-    A list must have `turns` items, unless that is None. Raises `ValueError` with what is wrong.
+    True and False are 1 and 0; numbers and arrays of numpy and the like count as plain ones. A list
+    must have `turns` items, unless that is None. Raises `ValueError` with what is wrong.
     """
+    value = _as_plain(value)
     if not isinstance(value, Mapping):
         value = {name: value}
     elif not value:
         raise ValueError("is an empty object; give a number, or an object of named numbers")
     by_name: dict[str, float] = {}
     by_turn: dict[str, Sequence[float | None]] = {}
-    for key, item in value.items():
+    for key, given in value.items():
+        item = _as_plain(given)
         if key == BY_TURN:
             lists = item if isinstance(item, Mapping) else {MAIN: item}
             by_turn |= {
@@ -72,7 +77,7 @@ def parse_rewards(value: Any, *, name: str, turns: int | None) -> Rewards:
         elif isinstance(item, list | tuple):
             by_turn[_reward_name(key)] = _turn_rewards(key, item, turns)
         else:
-            by_name[_reward_name(key)] = read_number(item)
+            by_name[_reward_name(key)] = _read_reward(item)
     if len(by_name) + len(by_turn) > MAX_REWARDS:
         raise ValueError(f"holds {len(by_name) + len(by_turn)} rewards; the limit is {MAX_REWARDS}")
     return Rewards(by_name, by_turn)
@@ -101,6 +106,17 @@ def read_number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"holds {_excerpt(value)}, which is not a number")
     return finite_number(value)
+
+
+def _read_reward(value: Any) -> float:
+    """A reward from what a function returned or a model wrote. Raises as `read_number`."""
+    plain = _as_plain(value)
+    return finite_number(plain) if isinstance(plain, Real | Decimal) else read_number(plain)
+
+
+def _as_plain(value: Any) -> Any:
+    """A number or an array of numpy, PyTorch or the like, as Python has it; else the value."""
+    return value.tolist() if callable(getattr(value, "tolist", None)) else value
 
 
 def finite_number(value: Any) -> float:
@@ -132,12 +148,17 @@ def _reward_name(name: Any) -> str:
 
 
 def _turn_rewards(name: Any, items: Any, turns: int | None) -> list[float | None]:
+    items = _as_plain(items)
     if not isinstance(items, list | tuple):
-        raise ValueError(f"{name!r}: {_excerpt(items)} is not a list with a reward for each turn")
+        raise ValueError(
+            f"holds {_excerpt(items)} as {name!r}, which is not a list with a reward for each turn"
+        )
     if turns is not None and len(items) != turns:
-        has = plural(len(items), "reward")
-        raise ValueError(f"{name!r} has {has}, and the conversation {plural(turns, 'turn')}")
-    return [None if item is None else read_number(item) for item in items]
+        raise ValueError(
+            f"holds {plural(len(items), 'reward')} as {name!r}, and the conversation has "
+            f"{plural(turns, 'turn')}"
+        )
+    return [None if item is None else _read_reward(item) for item in items]
 
 
 def _excerpt(value: Any) -> str:
@@ -224,9 +245,27 @@ def judge_record(record: Record, name: str | None = None) -> Judgement:
     if name is not None:
         return Judgement(None, by_name.get(name))
     verdict, _, error = _judge_by_check(record)
+    reward = by_name.get(MAIN)
     # Where the check should have given it, a reward of another name does not stand for it.
-    reward = by_name.get(MAIN, None if error is not None else next(iter(by_name.values()), None))
+    if reward is None and error is None:
+        reward = _first_reward(record, by_name)
     return Judgement(verdict, reward, error if reward is None else None)
+
+
+def _first_reward(record: Record, by_name: Mapping[str, float]) -> float | None:
+    """The first reward of the check, else of the first score that gives any.
+
+    None if a score before has failed: another function's reward may have another scale.
+    """
+    if record.check is not None and record.check.rewards:
+        return next(iter(by_name.values()))
+    latest = {score.source: score for score in record.scores or ()}  # in order of first attempts
+    for score in latest.values():
+        if score.error is not None:
+            return None
+        for name in score.rewards or ():
+            return by_name[name]
+    return None
 
 
 def record_rewards(record: Record) -> Rewards:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from batch_trajectories.engine.worker.reward_functions import RewardFunctions
-from batch_trajectories.records.checks import Judgement, judge_record, parse_rewards, record_rewards
+from batch_trajectories.records.checks import (
+    Judgement,
+    Rewards,
+    judge_record,
+    parse_rewards,
+    record_rewards,
+)
 from tests.helpers.exporting import call_record
 from tests.helpers.playing import call, calls, say
 from tests.helpers.running import SCRIPTED, lines, run, started, wait_until, write_rows
@@ -110,7 +120,7 @@ class TestAFunction:
             ("hang", "it took more than 0.5 s (--reward_timeout_s)"),
             ("text", "what it returned holds 'good', which is not a number"),
             ("nan", "what it returned holds nan, which is not a finite number"),
-            ("short", "what it returned 'ask' has 1 reward, and the conversation 2 turns"),
+            ("short", "what it returned holds 1 reward as 'ask', and the conversation has 2 turns"),
             ("none", "what it returned holds None, which is not a number"),
         ],
     )
@@ -164,6 +174,14 @@ class TestRewardsOfARecord:
         assert judge_record(to_record(call_record(scores=[first]))) == Judgement(None, 0.75)
         assert judge_record(to_record(call_record(scores=[FAILED]))) == Judgement(None, None)
 
+    def test_none_stands_for_the_first_if_that_failed(self) -> None:
+        later = {**SCORE, "source": "m:g", "rewards": {"length": 30.0}}
+        record = call_record(scores=[FAILED, later])
+        assert judge_record(to_record(record)) == Judgement(None, None)
+        assert judge_record(to_record(record), "length").reward == 30.0
+        again = call_record(scores=[FAILED, later, {**SCORE, "rewards": {"f": 0.4}}])
+        assert judge_record(to_record(again)).reward == 0.4
+
     def test_a_function_can_replace_the_reward_of_the_check(self) -> None:
         score = {**SCORE, "rewards": {"reward": 0.9}}
         assert judge_record(to_record(call_record(check=CHECK, scores=[score]))) == Judgement(
@@ -171,10 +189,29 @@ class TestRewardsOfARecord:
         )
 
 
-@pytest.mark.parametrize("value", [{}, {"": 1}, {"x" * 101: 1}, {"a": None}, True, 10**400])
+@pytest.mark.parametrize(
+    "value", [{}, {"": 1}, {"x" * 101: 1}, {"a": None}, "0.5", 10**400, math.nan]
+)
 def test_what_is_no_reward_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r"is an empty|names a reward|not a"):
         parse_rewards(value, name="f", turns=1)
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"), [(True, 1.0), (False, 0.0), (Fraction(1, 4), 0.25), (Decimal("0.5"), 0.5)]
+)
+def test_truth_and_other_numbers_are_rewards(value: Any, reward: float) -> None:
+    rewards = parse_rewards({"f": value, "g": [value, None]}, name="f", turns=2)
+    assert rewards == Rewards({"f": reward}, {"g": [reward, None]})
+    assert parse_rewards(value, name="f", turns=1) == Rewards({"f": reward}, {})
+
+
+def test_numbers_and_arrays_of_numpy_are_rewards() -> None:
+    values = np.array([0.5, 1.0], dtype=np.float32)
+    assert parse_rewards(values, name="f", turns=2) == Rewards({}, {"f": [0.5, 1.0]})
+    for number in (values[0], np.float64(0.5), np.array(0.5)):
+        assert parse_rewards(number, name="f", turns=1) == Rewards({"f": 0.5}, {})
+    assert parse_rewards({"f": np.bool_(True)}, name="f", turns=1) == Rewards({"f": 1.0}, {})
 
 
 def test_too_many_rewards_are_refused() -> None:

@@ -116,6 +116,8 @@ def lost_turns() -> list[dict[str, Any]]:
 
 
 CHECKED = {"passed": True, "reward": 1.0}
+SCORE = {"source": "m:f", "version": "1", "error": None, "rewards": {"f": 1.0}}
+FAILED_SCORE = {**SCORE, "error": "ValueError", "rewards": None}
 
 FOUND: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "unfinished": (
@@ -180,6 +182,11 @@ FOUND: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
         ],
         {},
         "r9",
+    ),
+    "failed_scores": (
+        [record(n, scores=[FAILED_SCORE if n == 3 else SCORE]) for n in range(30)],
+        {},
+        "r3",
     ),
     "instant_passes": (
         [

@@ -309,7 +309,7 @@ class TestAJudge:
             ("good", None, None, "is no number, JSON object, RIGHT or WRONG: 'good'"),
             ("", None, None, "is no number, JSON object, RIGHT or WRONG: ''"),
             ('{"a": "x"}', None, None, "the last line of the reply holds 'x'"),
-            ('{"turn_rewards": [0]}', None, None, "has 1 reward, and the conversation 2 turns"),
+            ('{"turn_rewards": [0]}', None, None, "and the conversation has 2 turns"),
         ]
         source = make(tmp_path, len(replies))
         with judging(lambda word: (200, judge_reply(replies[int(word)][0]))) as judge:

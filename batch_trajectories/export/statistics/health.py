@@ -59,6 +59,7 @@ HEALTH_CHECKS: Mapping[str, HealthCheck] = {
         0, 1, "conversations with a check made calls that look for its solution"
     ),
     "failed_checks": HealthCheck(0.02, 10, "checks gave no result"),
+    "failed_scores": HealthCheck(0.02, 1, "scores of reward functions and judges failed"),
     "instant_passes": HealthCheck(
         0.02, 10, "checks passed in a tenth of the usual time or less: did any test run?"
     ),
@@ -157,6 +158,9 @@ class Health:
         judgement = judge_record(record)
         if judgement.reward is not None:
             self._add_reward(record, judgement.reward)
+        if scores := record.scores:
+            failed = sum(score.error is not None for score in scores)
+            self._count("failed_scores", id, failed, of=len(scores))
         if (check := record.check) is not None:
             self._count("leak_suspected", id, bool(find_leaks(record)))
             self._count("failed_checks", id, judgement.error is not None)
