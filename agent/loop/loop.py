@@ -30,7 +30,7 @@ from agent.loop.rules import (
 from agent.loop.tools import AgentTools
 from agent.messages.message import UNREADABLE, Event, SubEvent, ToolCall
 from agent.models.deadline import Deadline
-from agent.models.errors import ModelError
+from agent.models.errors import ModelError, blame_reply_limit
 from agent.models.model import (
     Completion,
     ConversationChanged,
@@ -99,6 +99,8 @@ async def run_agent(
                 except ConversationChanged:
                     continue
                 except ModelError as error:
+                    if not trajectory.replies:
+                        blame_reply_limit(error)
                     if (end := refusal_ending(error.kind, str(error))) is None:
                         raise
                     return end

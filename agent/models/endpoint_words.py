@@ -73,6 +73,23 @@ def find_ending(word: Any) -> Ending | None:
     return endings.get(word) or endings.get(re.sub(r"[\s-]+", "_", word.strip().lower()))
 
 
+_UNPARSED = re.compile(
+    r"\b(?:fail(?:ed|ure)|could not|cannot|can't|unable|error)\b[^\n:]{0,20}\bpars(?:e|ing)\b"
+    r"|\braw=|\blast read\b|\bfailed_generation\b",
+    re.IGNORECASE,
+)
+"""The beginning of a complaint about the model's output: Ollama, llama.cpp, Groq."""
+
+
+def own_words(message: str) -> str:
+    """The part of an error's message that is the server's own.
+
+    A server that cannot parse what the model wrote quotes it, and it may say anything.
+    """
+    match = _UNPARSED.search(message)
+    return message if match is None else message[: match.start()]
+
+
 def find_phrase(kind: str, message: str, request: bytes = b"") -> str | None:
     """Find the first phrase of this kind of error in a message, in lower case; None if none.
 

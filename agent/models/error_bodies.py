@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
-from agent.models.endpoint_words import load_words
+from agent.models.endpoint_words import load_words, own_words
 from agent.models.errors import ModelError, classify_error
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.exact_json import objects_among
@@ -190,7 +190,7 @@ def _read(parsed: Any) -> ErrorBody:
         if not any(text in earlier for earlier in messages):
             messages.append(text)
     message = ": ".join(messages) or json.dumps(parsed, default=str, ensure_ascii=False)
-    codes = [*reversed(found.codes), *_CODE_IN_TEXT.findall(message)]
+    codes = [*reversed(found.codes), *_CODE_IN_TEXT.findall(own_words(message))]
     return ErrorBody(tuple(dict.fromkeys(codes)), message, found.param)
 
 

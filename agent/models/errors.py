@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
-from agent.models.endpoint_words import find_phrase, load_words
+from agent.models.endpoint_words import find_phrase, load_words, own_words
 
 if TYPE_CHECKING:
     from agent.models.model import Completion
@@ -67,7 +68,8 @@ RULES: Mapping[Kind, Rule] = {
     "context_exceeded": Rule(
         "end",
         "the conversation no longer fits the model's context",
-        "Lower --max_turns or --observation_chars, or summarize with --summarize_over_tokens.",
+        "Lower --max_tokens, --max_turns or --observation_chars, or summarize with "
+        "--summarize_over_tokens.",
     ),
     "filtered": Rule(
         "end",
@@ -213,12 +215,44 @@ def classify_error(
         return narrow
     # A refused key or an unknown path has nothing to do with the conversation.
     if status not in (401, 404):
+        own = own_words(message)
         for kind in _BY_PHRASE:
-            if find_phrase(kind, message, request):
+            if find_phrase(kind, own, request):
                 return kind
     if kinds:
         return kinds[0]
     return _kind_of_status(status)
+
+
+_CONTEXT = (
+    r"(?:context (?:length|window|size)|must be <=|: \d[\d,]* \+ \d[\d,]* >)\D{0,30}?(\d[\d,]*)"
+)
+"""The size of a model's context in an error: vLLM, SGLang and OpenAI, then Text Generation
+Inference, then Anthropic."""
+
+_PROMPT = (
+    r"(\d[\d,]*) (?:input tokens|(?:tokens )?(?:in|from) the (?:input|messages|prompt)"
+    r"|of text input|`inputs` tokens|\+ \d[\d,]* >)"
+)
+"""The size of the prompt in such an error, in the same order; "of text input" is OpenRouter's."""
+
+
+def blame_reply_limit(error: ModelError) -> None:
+    """Make a refused first request a `bad_request`, if it is refused for the limit on its reply.
+
+    Prompt and limit together exceed the model's context, but the prompt alone has room in it. Then
+    the limit is wrong for all prompts; later in a conversation the context is simply full.
+    """
+    if error.kind != "context_exceeded":
+        return
+    message = str(error).lower()
+    context, prompt = re.search(_CONTEXT, message), re.search(_PROMPT, message)
+    if context and prompt and _number(prompt[1]) < _number(context[1]):
+        error.kind = "bad_request"
+
+
+def _number(text: str) -> int:
+    return int(text.replace(",", ""))
 
 
 def _kind_of_status(status: int | None) -> Kind:

@@ -24,7 +24,7 @@ from agent.gateway.relay import CallLimits, RefusedModel, Relay, Route
 from agent.gateway.server import Gateway
 from agent.loop.rules import Finish, refusal_ending
 from agent.messages.message import AgentExitEvent, AgentRestartedEvent, ReplyEvent
-from agent.models.errors import ModelError
+from agent.models.errors import ModelError, blame_reply_limit
 from agent.models.model import Model
 from agent.runner import ConversationRunner
 from agent.setup import AgentServices, Setup
@@ -530,6 +530,8 @@ def _ending(
             return Finish("completed")
     if relay.last_error is not None:
         error = relay.last_error
+        if last is None:
+            blame_reply_limit(error)
         if (end := refusal_ending(error.kind, str(error))) is not None:
             return end
         raise error

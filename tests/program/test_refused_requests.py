@@ -34,6 +34,13 @@ OPTIONS: dict[str, Any] = {
             60,
         ),
         ("registry.ollama.ai/library/gemma does not support tools", "--text_protocol=react", 2),
+        (
+            "'max_tokens' or 'max_completion_tokens' is too large: 8192. This model's maximum "
+            "context length is 4096 tokens and your request has 300 input tokens (8192 > 4096 - "
+            "300).",
+            "Check --max_tokens",
+            3,
+        ),
     ],
 )
 def test_a_run_stops_where_nothing_but_refusals_came(

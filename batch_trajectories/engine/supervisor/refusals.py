@@ -90,7 +90,8 @@ class Refusals:
             return False
         failure = message.failure
         if failure is None:
-            self.on_reply()  # this message comes before the load report with the reply
+            if isinstance(message, TaskFinished) and message.fields.turns:
+                self.on_reply()  # this message comes before the load report with the reply
             return False
         if self._is_decided:
             self._count(failure)

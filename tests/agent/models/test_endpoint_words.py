@@ -16,7 +16,7 @@ from agent.messages.message import FinishReason
 from agent.models.dialects.dialect import read_reply
 from agent.models.endpoint_words import find_phrase, load_tables, load_words
 from agent.models.error_bodies import error_behind_200, find_error, read_error, read_refusal
-from agent.models.errors import RULES, ModelError
+from agent.models.errors import RULES, ModelError, blame_reply_limit
 
 JSON = dict[str, Any]
 
@@ -432,6 +432,79 @@ def test_an_error_that_quotes_the_request_is_not_about_its_words() -> None:
     # The same conversation meets a real one.
     full = json.dumps(nested_error("prompt is too long: 250000 tokens > 200000 maximum")).encode()
     assert read_refusal(400, {}, full, request).kind == "context_exceeded"
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "error parsing tool call: raw='{quoted}', err=unexpected end of JSON input",
+        "Failed to parse input at pos 12: {quoted}",
+        "Failed to parse tool call arguments as JSON: syntax error; last read: '{quoted}'",
+        "Failed to call a function. failed_generation: {quoted}",
+    ],
+)
+@pytest.mark.parametrize(
+    "quoted",
+    [
+        '{"path": "account.py", "content": "raise ValueError(\'Insufficient funds\')"',
+        "BAD_KEY = {'error': {'code': 'invalid_api_key'}}",
+        "the prompt is too long, 9 > 4",
+    ],
+)
+def test_an_error_that_quotes_the_model_is_not_about_its_words(told: str, quoted: str) -> None:
+    body = json.dumps(nested_error(told.replace("{quoted}", quoted), type="api_error")).encode()
+    error = read_refusal(500, {}, body)
+    assert error.kind == "overloaded"
+    assert quoted[:20] in str(error)
+
+
+@pytest.mark.parametrize(
+    ("message", "is_limit"),
+    [
+        (
+            "'max_tokens' is too large: 8192. This model's maximum context length is 4096 tokens "
+            "and your request has 300 input tokens (8192 > 4096 - 300).",
+            True,
+        ),
+        (
+            "This model's maximum context length is 4,097 tokens. However, you requested 8492 "
+            "tokens (300 in the messages, 8192 in the completion).",
+            True,
+        ),
+        (
+            "Requested token count exceeds the model's maximum context length of 4096 tokens. You "
+            "requested a total of 8492 tokens: 300 tokens from the input messages and 8192 tokens "
+            "for the completion.",
+            True,
+        ),
+        ("input length and `max_tokens` exceed context limit: 19 + 213330 > 200000", True),
+        (
+            "`inputs` tokens + `max_new_tokens` must be <= 4096. Given: 300 `inputs` tokens and "
+            "8192 `max_new_tokens`",
+            True,
+        ),
+        (
+            "This endpoint's maximum context length is 32768 tokens. However, you requested about "
+            "40000 tokens (300 of text input, 39700 in the output).",
+            True,
+        ),
+        (
+            "This model's maximum context length is 4096 tokens. However, you requested 6000 "
+            "tokens (5000 in the messages, 1000 in the completion).",
+            False,
+        ),
+        ("input length and `max_tokens` exceed context limit: 297202 + 21333 > 200000", False),
+        ("prompt is too long: 250000 tokens > 200000 maximum", False),
+        ("the request exceeds the available context size (4096 tokens)", False),
+    ],
+)
+def test_a_first_request_may_be_refused_for_the_limit_of_its_reply(
+    message: str, is_limit: bool
+) -> None:
+    error = read_refusal(400, {}, json.dumps(nested_error(message)).encode())
+    assert error.kind == "context_exceeded"
+    blame_reply_limit(error)
+    assert error.kind == ("bad_request" if is_limit else "context_exceeded")
 
 
 def test_what_an_error_holds_besides_its_words_is_no_error() -> None:
