@@ -62,6 +62,10 @@ _RETRY_DELAY = re.compile(rb'"retryDelay": ?"(\d+(?:\.\d+)?)s"')
 """The pause in Google's `RetryInfo`."""
 
 
+_CALL_PATH = re.compile(r"(?:/v1/messages|/(?:chat/)?completions|/responses)/?$")
+"""What a request adds to a base URL."""
+
+
 class ErrorBody(NamedTuple):
     """The content of an error, whatever its form."""
 
@@ -84,7 +88,7 @@ def read_refusal(
 ) -> ModelError:
     """Read the error of a reply with an error status; `request` is the body that was refused."""
     if 300 <= status < 400:
-        place = headers.get("location", "another place")
+        place = _CALL_PATH.sub("", headers.get("location", "another place"))
         message = f"HTTP {status}: it has moved to {place}; give that as the base URL"
         return ModelError("not_found", message)
     error = read_error(body)

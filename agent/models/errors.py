@@ -84,7 +84,7 @@ RULES: Mapping[Kind, Rule] = {
     "not_found": Rule(
         "fail_task",
         "the endpoint does not know this model or path (404)",
-        "Check the name in --model, then --base_url and --api.",
+        "Check the name in --model, then --base_url (most servers want /v1 at its end) and --api.",
     ),
     "forbidden": Rule(
         "fail_task",

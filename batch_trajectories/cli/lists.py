@@ -65,7 +65,7 @@ def endpoints(config_file: Path | None, as_json: bool) -> None:
 @output_dir_option
 @click.option("--json", "as_json", is_flag=True, help="With RUN: print JSON.")
 def errors(run: str | None, output_dir: Path, as_json: bool) -> None:
-    """List what failed in RUN, and what to do about it.
+    """List what failed or ended early in RUN, and what to do about it.
 
     Without a RUN, list how each error of endpoints is handled, and by which words it is known.
     """
@@ -77,12 +77,14 @@ def errors(run: str | None, output_dir: Path, as_json: bool) -> None:
         show(f"{errors_as_text()}\n\n{endings_as_text()}")
         return
     from batch_trajectories.api.stored_run import open_run
+    from batch_trajectories.report.remedies import early_endings, run_errors
     from batch_trajectories.report.remedies import errors_as_text as run_errors_as_text
-    from batch_trajectories.report.remedies import run_errors
 
     with errors_as_exit_codes():
-        failed = run_errors(open_run(run, output_dir))
-    show_json(failed) if as_json else show(run_errors_as_text(failed))
+        stored = open_run(run, output_dir)
+        failed = run_errors(stored)
+        endings = [] if as_json else early_endings(stored)
+    show_json(failed) if as_json else show(run_errors_as_text(failed, endings))
 
 
 _MARKS = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}

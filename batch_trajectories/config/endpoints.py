@@ -19,6 +19,10 @@ _RESERVED = frozenset({"messages", "input", "model", "tools", "stream", "n"})
 """Fields of a request body that only this program may set."""
 
 
+_CALL_PATHS = ("/chat/completions", "/completions", "/responses", "/v1/messages", "/messages")
+"""What requests add to a base URL; the one of Anthropic's API ends before /v1."""
+
+
 def check_url(value: str) -> str:
     """Normalize a base URL. Raises `ValueError` if it is invalid or may contain a secret."""
     if not value.startswith(("http://", "https://")):
@@ -33,7 +37,11 @@ def check_url(value: str) -> str:
             "variable of a key as key_env, and give other parameters as the `query` of an endpoint",
         )
     _ = url.port  # raises ValueError if it is not a port number
-    return value.rstrip("/")
+    root = value.rstrip("/")
+    for path in _CALL_PATHS:
+        if root.endswith(path):
+            raise ValueError(f"must end before {path}: {root.removesuffix(path)}")
+    return root
 
 
 BaseUrl = Annotated[str, AfterValidator(check_url)]

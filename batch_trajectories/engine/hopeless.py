@@ -64,7 +64,7 @@ class SignSeen(NamedTuple):
             case "failed":
                 return f"{share} failed{reason}"
             case "same_ending":
-                return f"{share} ended as {self.reason}"
+                return f"{share} ended as {self.reason}: `errors RUN` says why"
             case "rejected":
                 return f"{share} give no training row{reason}"
             case "no_pass":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agent.models.errors import RULES
@@ -43,20 +43,54 @@ def find_remedy(error_class: str) -> str:
     return _OTHER_REMEDIES.get(error_class, "")
 
 
+_ENDING_REMEDIES: Mapping[str, str] = {
+    "length": "Raise --max_tokens.",
+    "max_turns": "Raise --max_turns.",
+    "context_exceeded": RULES["context_exceeded"].remedy,
+    "refusal": RULES["filtered"].remedy,
+}
+"""Advice by ending, for conversations that ended early without a failure."""
+
+_WHOLE = ("completed", "wrong_answer", "failed")
+"""Endings that are no early end, or that failures tell of."""
+
+
+def early_endings(stored: StoredRun) -> list[dict[str, Any]]:
+    """The conversations that ended early, by ending, in the form of `run_errors`."""
+    ids: dict[str, list[str]] = {}
+    for id, entry in stored.entries():
+        if entry.status not in _WHOLE:
+            ids.setdefault(entry.status, []).append(id)
+    return [
+        {
+            "class": status,
+            "count": len(ended),
+            "id": ended[-1],
+            "message": stored.find(ended[-1]).status_reason or "no further reason",
+            "remedy": _ENDING_REMEDIES.get(status, "Read one of them: `show RUN ID`."),
+        }
+        for status, ended in sorted(ids.items(), key=lambda one: (-len(one[1]), one[0]))
+    ]
+
+
 def run_errors(stored: StoredRun) -> list[dict[str, Any]]:
     """`failures_by_class` of a run, each with its `remedy` ("" if none is known)."""
     return [one | {"remedy": find_remedy(one["class"])} for one in failures_by_class(stored.path)]
 
 
-def errors_as_text(errors: list[dict[str, Any]]) -> str:
-    """The kinds of failures of a run for a person: how many, the last one, and what to do."""
-    if not errors:
-        return "No attempt of a task has failed."
-    lines = []
+def errors_as_text(errors: list[dict[str, Any]], endings: list[dict[str, Any]]) -> str:
+    """The kinds of failures and early endings of a run: how many, the last one, what to do."""
+    lines = [] if errors else ["No attempt of a task has failed."]
     for error in errors:
-        last = plain(single_line(f"{error['id']}: {error['message']}"))
-        lines.append(f"{plain(error['class'])}: {plural(error['count'], 'failed attempt')}")
-        lines.append(f"  the last one: {last}")
-        if error["remedy"]:
-            lines.append(f"  what to do:   {error['remedy']}")
+        lines += _describe(error, plural(error["count"], "failed attempt"))
+    for ending in endings:
+        lines += _describe(ending, f"{plural(ending['count'], 'conversation')} ended early")
     return "\n".join(lines)
+
+
+def _describe(kind: Mapping[str, Any], how_many: str) -> Iterator[str]:
+    yield f"{plain(kind['class'])}: {how_many}"
+    last = single_line(f"{kind['id']}: {kind['message']}")
+    yield f"  the last one: {plain(last)}"
+    if kind["remedy"]:
+        yield f"  what to do:   {kind['remedy']}"

@@ -53,6 +53,20 @@ def test_the_failures_of_a_run_are_listed_with_what_to_do(tmp_path: Path) -> Non
     assert listed["remedy"] == RULES["bad_request"].remedy
 
 
+def test_conversations_that_ended_early_are_listed_with_what_to_do(tmp_path: Path) -> None:
+    rows = [{"id": n, "prompt": "Go."} for n in "ab"]
+    write_rows(tmp_path / "p.jsonl", *rows)
+    cut = chat_reply("hi") | {
+        "choices": [{**chat_reply("hi")["choices"][0], "finish_reason": "length"}]
+    }
+    with answering(lambda path, body: (200, cut)) as (url, _):
+        assert run(tmp_path, **OPTIONS, key_env="none", base_url=f"{url}/v1").returncode == 0
+    told = run(tmp_path, "errors", "r").stdout
+    assert "No attempt of a task has failed." in told
+    assert "length: 2 conversations ended early\n" in told
+    assert "what to do:   Raise --max_tokens." in told
+
+
 def test_without_a_run_all_kinds_are_listed(tmp_path: Path) -> None:
     told = run(tmp_path, "errors").stdout
     assert all(rule.remedy in told for rule in RULES.values())

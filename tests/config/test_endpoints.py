@@ -78,6 +78,14 @@ class TestNames:
             ({"endpoints": {"a": {"base_url": "http://sk-1@x"}}}, "must not have a password"),
             ({"endpoints": {"a": {"base_url": "http://x?key=1"}}}, "must not have a password"),
             ({"endpoints": {"a": {"base_url": "http:///v1"}}}, "must name a host"),
+            (
+                {"endpoints": {"a": {"base_url": "http://x/v1/chat/completions/"}}},
+                r"must end before /chat/completions: http://x/v1 \(",
+            ),
+            (
+                {"endpoints": {"a": {"base_url": "http://x/v1/messages"}}},
+                r"before /v1/messages: http://x \(",
+            ),
             ({"endpoints": {"a": {**LOCAL, "key_env": ""}}}, "a.key_env"),
             ({"endpoints": {"openai": LOCAL}}, "is the name of a built-in endpoint"),
             ({"endpoints": {"a": {**LOCAL, "rpn": 1}}}, "a.rpn"),

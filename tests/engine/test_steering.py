@@ -168,7 +168,7 @@ def test_a_run_is_paused_limited_and_resumed(tmp_path: Path) -> None:
             refused = run(tmp_path, "limits", "r", max_run_cost_usd=5)
             assert refused.returncode == 2
             assert "no max_run_cost_usd" in refused.stderr
-            assert "`resume RUN --max_run_cost_usd=N`" in refused.stderr
+            assert "`run --run_name=RUN --max_run_cost_usd=N`" in refused.stderr
             unknown = run(tmp_path, "stop", "r", "nobody")
             assert "no conversation with the id 'nobody' is in flight" in unknown.stderr
             wait_until(lambda: "limits changed" in run(tmp_path, "status", "r").stdout)

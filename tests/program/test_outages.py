@@ -24,9 +24,9 @@ from agent.models.model import Completion, ModelSettings, Request
 from agent.models.resolve import UnknownModel, resolve_model
 from batch_trajectories.engine.supervisor.refusals import Outages
 from run_agent import AIAgent
-from tests.helpers.answering import Handler, listening
-from tests.helpers.builders import completion
-from tests.helpers.running import PATIENCE_S, run, started, wait_until, write_prompts
+from tests.helpers.answering import Handler, answering, listening
+from tests.helpers.builders import chat_reply, completion
+from tests.helpers.running import PATIENCE_S, lines, run, started, wait_until, write_prompts
 
 NOBODY = "http://a-name-that-is-none.invalid/v1"
 URL = "http://127.0.0.1:1/v1"
@@ -168,6 +168,26 @@ def test_an_unknown_host_name_stops_a_new_run_after_few_attempts(tmp_path: Path)
     log = (tmp_path / "trajectories/r/run.log").read_text()
     assert "failed in attempt 3," in log
     assert "failed in attempt 4," not in log
+
+
+@pytest.mark.slow
+def test_a_limit_of_a_day_stops_the_run_and_fails_no_task(tmp_path: Path) -> None:
+    write_prompts(tmp_path / "p.jsonl", 6)
+    answered = iter(range(2))
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if next(answered, None) is not None:
+            return 200, chat_reply("Done.")
+        return 429, {"error": {"message": "Rate limit exceeded: free-models-per-day"}}
+
+    given: dict[str, Any] = {**OPTIONS, "model": "openai:m", "key_env": "none", "batch_size": 2}
+    with answering(answer) as (root, _):
+        for _ in range(4):
+            done = run(tmp_path, **given, base_url=root, num_workers=1, call_timeout_s=2)
+            assert done.returncode == 4, done.stderr
+            assert "Set --rpm, --tpm" in done.stderr
+    assert not lines(tmp_path / "trajectories" / "r" / "failures.jsonl")
+    assert len(lines(tmp_path / "trajectories" / "r" / "records.jsonl")) == 2
 
 
 def limit_told(run_dir: Path) -> str:

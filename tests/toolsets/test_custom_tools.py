@@ -16,7 +16,12 @@ from batch_trajectories.engine.plan import make_plan
 from run_agent import AIAgent
 from tests.helpers.playing import call, calls, say
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
-from toolsets.catalog.custom import CustomToolError, load_custom_toolsets, make_toolsets
+from toolsets.catalog.custom import (
+    CustomToolError,
+    import_function,
+    load_custom_toolsets,
+    make_toolsets,
+)
 from toolsets.catalog.registry import Toolset
 from toolsets.context import ToolContext
 from toolsets.tool import Tool, tool
@@ -382,7 +387,9 @@ def test_a_file_can_hold_tools_and_is_found_beside_the_config(tmp_path: Path) ->
     assert (toolset.name, [tool.name for tool in toolset.tools]) == ("shop", ["price"])
     for place, message in (
         (f"{tmp_path}/sub/shop.py:cost", "cannot import '.*shop.py:cost': AttributeError"),
-        (f"{tmp_path}/none.py:cost", "cannot import '.*none.py:cost': FileNotFoundError"),
+        (f"{tmp_path}/none.py:cost", "there is no file .*none.py, seen from /"),
     ):
         with pytest.raises(CustomToolError, match=message):
             load_custom_toolsets((place,))
+    with pytest.raises(CustomToolError, match="names no function or list; give .*shop.py:NAME"):
+        import_function(f"{tmp_path}/sub/shop.py", "--reward")

@@ -32,7 +32,14 @@ def import_place(place: str, option: str) -> Any:
 
     Raises `CustomToolError` naming the `option` that holds the place.
     """
+    if place.endswith(".py"):
+        raise CustomToolError(f"{option}: {place!r} names no function or list; give {place}:NAME")
     file, _, attribute = place.rpartition(":")
+    if file.endswith(".py") and not Path(file).exists():
+        raise CustomToolError(
+            f"{option}: there is no file {file}, seen from {Path.cwd()}; give its whole path, or "
+            "start in the directory that has it"
+        )
     try:
         if file.endswith(".py"):
             return getattr(_import_file(Path(file)), attribute)

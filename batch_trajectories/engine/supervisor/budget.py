@@ -179,7 +179,7 @@ class RunBudget:
         if self.budget is None or not self.budget.usd:
             raise ValueError(
                 "this start has no max_run_cost_usd, so there is none to raise; to set one, `stop` "
-                "the run, then `resume RUN --max_run_cost_usd=N`"
+                "the run, then `run --run_name=RUN --max_run_cost_usd=N`"
             )
         if self._shared is not None:
             raise ValueError(

@@ -138,6 +138,9 @@ class Calls:
         """Whether a failure stops the run rather than the task alone."""
         if error.action == "stop_run":
             return True
+        # Each of many attempts was refused, and so was everything else: the limit of a day, say.
+        if error.kind == "rate_limited":
+            return not error.has_answered_others
         return error.endpoint not in self.proven and error.kind in ENDPOINT_FAILURES
 
     async def must_stop_run(self, error: ModelError) -> bool:
@@ -160,8 +163,8 @@ class Calls:
         rule = RULES[error.kind]
         message = f"{error.endpoint}: {rule.meaning}: {str(error).rstrip('.')}."
         if error.kind in ("auth", "forbidden", "no_credit", "blocked"):
-            message += f" {error.key_source} {rule.remedy}"
-        return message
+            message += f" {error.key_source}"
+        return f"{message} {rule.remedy}"
 
     def receive(self, message: AboutCalls) -> None:
         """Act on a message of the parent."""

@@ -312,9 +312,12 @@ def test_a_number_beyond_measure_in_a_stream_is_malformed(dialect: str) -> None:
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_key_does_not_follow_a_redirect(dialect: str) -> None:
     head = b"HTTP/1.1 308 Permanent Redirect\r\nLocation: https://elsewhere.test/v1"
-    with pytest.raises(ModelError, match=r"moved to https://elsewhere\.test/v1") as caught:
-        asyncio.run(ask_one_that_sends(dialect, head, b"", is_streamed=False))
-    assert caught.value.kind == "not_found"
+    for path in (b"", b"/chat/completions", b"/responses"):
+        with pytest.raises(
+            ModelError, match=r"moved to https://elsewhere\.test/v1; give"
+        ) as caught:
+            asyncio.run(ask_one_that_sends(dialect, head + path, b"", is_streamed=False))
+        assert caught.value.kind == "not_found"
 
 
 @pytest.mark.parametrize("variable", ["http_proxy", "ALL_PROXY"])
