@@ -176,6 +176,17 @@ def describe_missing_tokens(reply: ReplyEvent) -> str | None:
     )
 
 
+def describe_missing_usage(reply: ReplyEvent) -> str | None:
+    """Describe that a reply to an agent's own request came without token counts; None if with."""
+    if reply["usage"] is not None or reply.get("discarded"):
+        return None
+    return (
+        f"replies of {reply['model']} to the agent come without token counts, so their cost is "
+        "unknown, and a budget counts the most that they may cost. If they are streams, have the "
+        'agent send `stream_options: {"include_usage": true}`'
+    )
+
+
 def add_scores(record: dict[str, Any], scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A record with the scores of functions, at their place among its keys."""
     items = list(record.items())

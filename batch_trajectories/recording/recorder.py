@@ -44,6 +44,7 @@ from batch_trajectories.engine.record import (
     Provenance,
     as_stored,
     describe_missing_tokens,
+    describe_missing_usage,
     make_record,
 )
 from batch_trajectories.recording.upstream import Models, Upstream
@@ -307,7 +308,10 @@ class Recorder:
                 assignment=assignment,
                 position=next(positions),
             )
-            if self._config.token_ids and (reply := reply_in(event)):
+            if (reply := reply_in(event)) is None:
+                return
+            self._say_once(describe_missing_usage(reply))
+            if self._config.token_ids:
                 self._say_once(describe_missing_tokens(reply))
 
         conversation = task_conversation_id(self._run_key, task.key)

@@ -539,3 +539,19 @@ def test_calls_that_the_server_left_in_texts_are_reported_once(
     assert {one["status"] for one in records_by_id(tmp_path).values()} == {"completed"}
     rejected = lines(tmp_path / "trajectories/r/exports/rejects.jsonl")
     assert [one["reason"] for one in rejected] == ["leaked_call"] * 2
+
+
+def test_replies_without_token_counts_are_reported_once(
+    tmp_path: Path, endpoint: FakeEndpoint
+) -> None:
+    choice = {"message": {"role": "assistant", "content": "Done."}, "finish_reason": "stop"}
+    uncounted = {"id": "c", "model": "m", "choices": [choice]}
+    with (
+        answering(lambda path, body: (200, uncounted)) as (url, _),
+        recording(tmp_path, endpoint, base_url=f"{url}/v1") as program,
+    ):
+        for name in ("a", "b"):
+            program.call([{"role": "user", "content": "Go."}], at=f"/sessions/{name}")
+            program.ask("DELETE", f"/sessions/{name}")
+        assert stop(program.process) == 0
+    assert (tmp_path / "output.txt").read_text().count("include_usage") == 1

@@ -391,5 +391,5 @@ def test_a_file_can_hold_tools_and_is_found_beside_the_config(tmp_path: Path) ->
     ):
         with pytest.raises(CustomToolError, match=message):
             load_custom_toolsets((place,))
-    with pytest.raises(CustomToolError, match="names no function or list; give .*shop.py:NAME"):
+    with pytest.raises(CustomToolError, match=r"names no function or list; give .*shop.py:NAME"):
         import_function(f"{tmp_path}/sub/shop.py", "--reward")

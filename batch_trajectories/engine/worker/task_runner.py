@@ -53,6 +53,7 @@ from batch_trajectories.engine.record import (
     add_scores,
     as_stored,
     describe_missing_tokens,
+    describe_missing_usage,
     make_record,
     used_images,
 )
@@ -529,6 +530,8 @@ class TaskRunner:
             self._count(event["event"], is_users=event["name"] == SIMULATED_USER)
         elif event["kind"] == "exchange":
             self._count(event["reply"])
+            if message := describe_missing_usage(event["reply"]):
+                self._stops.say(message)
         elif event["kind"] == "reply":
             usage = event["usage"]
             self.counters["turns"] += 1
