@@ -220,7 +220,7 @@ def test_a_workspace_that_failed_or_made_many_diffs_is_replaced(
     made, opened = diffs_of(images, tmp_path / "a", *[FIX] * 4)
     assert opened == 2
     assert [diff and diff["patch"].count("x = 1") for diff in made] == [1] * 4
-    monkeypatch.setattr(plain, "_DIFF", "exit 7")
+    monkeypatch.setattr(plain, "SHOWN_AS", "--no-such-option")
     made, opened = diffs_of(images, tmp_path / "b", FIX, FIX)
     assert opened == 4
     assert [diff and diff["patch"].count("x = 1") for diff in made] == [1] * 2

@@ -27,7 +27,7 @@ from toolsets.sandbox.channel import Reply
 from toolsets.sandbox.inside.file_requests import UNNAMED, UNREADABLE
 from toolsets.workspace.workspace import FileEntry, PathError, Workspace, check_path
 
-_PART_BYTES = 512 << 10
+PART_BYTES = 512 << 10
 _PROBE_BYTES = 64 << 10
 _BATCH = 500
 _MAX_SEARCHED_BYTES = 32 << 20
@@ -110,6 +110,10 @@ class ImageSandbox(Sandbox):
     @abstractmethod
     async def ask_files(self, request: dict[str, Any]) -> Reply:
         """Make one request; see `toolsets.sandbox.inside.file_requests`."""
+
+    @abstractmethod
+    async def ask_command(self, request: dict[str, Any], *, timeout_s: float) -> Reply:
+        """Run a command with files before and after it; see `ServedSandbox.ask_command`."""
 
 
 class ImageSandboxes(ABC):
@@ -263,7 +267,7 @@ class ImageFiles(FileSource):
         pieces: list[bytes] = []
         offset = 0
         while offset < max_bytes:
-            size = min(_PART_BYTES, max_bytes - offset)
+            size = min(PART_BYTES, max_bytes - offset)
             reply = await self.ask(path, op="read", offset=offset, size=size)
             piece = _content(reply.contents[0][1]) if reply.contents else b""
             pieces.append(piece)
@@ -274,13 +278,13 @@ class ImageFiles(FileSource):
 
     def write_bytes(self, path: str, data: bytes) -> None:
         """See `Files`."""
-        for start in range(0, len(data) or 1, _PART_BYTES):
+        for start in range(0, len(data) or 1, PART_BYTES):
             self._ask(
                 path,
                 op="write",
-                content=base64.b64encode(data[start : start + _PART_BYTES]).decode(),
+                content=base64.b64encode(data[start : start + PART_BYTES]).decode(),
                 is_first=start == 0,
-                is_last=start + _PART_BYTES >= len(data),
+                is_last=start + PART_BYTES >= len(data),
             )
 
     def listing(self, path: str = ".") -> list[FileEntry]:
@@ -304,7 +308,7 @@ class ImageFiles(FileSource):
         group: list[str] = []
         size = 0
         for path, state in states.items():
-            if size + state.size > _PART_BYTES or len(group) == _BATCH:
+            if size + state.size > PART_BYTES or len(group) == _BATCH:
                 self._copy_group(top, {path: states[path] for path in group}, source)
                 group, size = [], 0
             group.append(path)
@@ -337,7 +341,7 @@ class ImageFiles(FileSource):
     def _copy_group(self, top: str, states: Mapping[str, FileState], source: FileSource) -> None:
         """Copy as many small files as fit into one request, or one large file."""
         files = [path for path, state in states.items() if state.kind == "file"]
-        small = [path for path in files if states[path].size <= _PART_BYTES]
+        small = [path for path in files if states[path].size <= PART_BYTES]
         read = source.read_all(top, small) if small else {}
         for path in set(files) - set(small):
             self.write_bytes(f"{top}/{path}", source.read_bytes(f"{top}/{path}", states[path].size))
@@ -403,6 +407,30 @@ class ImageFiles(FileSource):
 
     def _wait(self, answer: Coroutine[Any, Any, Answer]) -> Answer:
         return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
+
+    async def run_on_files(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str,
+        env: Mapping[str, str],
+        directory: str,
+        entries: Sequence[Mapping[str, Any]],
+        result: str,
+        timeout_s: float,
+    ) -> tuple[Reply, bytes]:
+        """Write files into a directory, run a command, and read its result file, in one request.
+
+        Returns the reply, and the file's content, cut at `PART_BYTES`; b"" if the command failed.
+        Raises `PathError`, `SandboxError` and `HostError`.
+        """
+        put = {"path": directory, "entries": entries}
+        read = {"path": result, "offset": 0, "size": PART_BYTES}
+        request = {"argv": argv, "cwd": cwd, "env": env, "put": put, "read": read}
+        reply = await self._sandbox.ask_command(request, timeout_s=timeout_s)
+        if reply.error is not None:
+            raise self._error(reply.error, directory if reply.exit_code is None else result)
+        return reply, _content(reply.contents[0][1]) if reply.contents else b""
 
     async def ask(self, path: str, **request: Any) -> Reply:
         """Make one request about a path. Raises `PathError`, `SandboxError` and `HostError`."""

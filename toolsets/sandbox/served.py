@@ -170,6 +170,15 @@ class ServedSandbox(Sandbox):
             {"kind": "files", **request}, _FILES_TIMEOUT_S, lambda reply, _: reply
         )
 
+    async def ask_command(self, request: dict[str, Any], *, timeout_s: float) -> Reply:
+        """Run a command with files that are written before and read after it.
+
+        Keys: `argv`; `cwd` and `env`; `put` and `read`, the requests of `inside.file_requests` for
+        these files. If the command fails, nothing is read.
+        """
+        whole = {"kind": "command", "stdin": "", **request}
+        return await self._exchange(whole, timeout_s, lambda reply, _: reply)
+
     async def stop(self) -> None:
         """See `Sandbox`."""
         self._is_stopped = True

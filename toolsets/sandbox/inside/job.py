@@ -8,7 +8,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -39,7 +39,15 @@ class Watcher(Protocol):
 class Job:
     """A process, and its pipes: a shell, an interpreter, or a single command."""
 
-    def __init__(self, server: Watcher, program: Program, control_at: int = 0, stdin: int = -1):
+    def __init__(
+        self,
+        server: Watcher,
+        program: Program,
+        control_at: int = 0,
+        stdin: int = -1,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """`variables` are added to those of this process; only for commands."""
         self.control = -1
         self.unsent = b""
         self.status: bytes | None = None
@@ -57,7 +65,10 @@ class Job:
             ours, end = socket.socketpair()
             self.control, theirs[control_at] = ours.detach(), end.detach()
         try:
-            self.pid = _fork(program, theirs) if callable(program) else _spawn(program, theirs)
+            if callable(program):
+                self.pid = _fork(program, theirs)
+            else:
+                self.pid = _spawn(program, theirs, variables or {})
         except OSError:
             self.close()
             raise
@@ -154,11 +165,11 @@ class Job:
             self.status, self._partial = self._partial, b""
 
 
-def _spawn(argv: list[str], descriptors: dict[int, int]) -> int:
+def _spawn(argv: list[str], descriptors: dict[int, int], variables: Mapping[str, str]) -> int:
     return os.posix_spawnp(
         argv[0],
         argv,
-        os.environ,
+        {**os.environ, **variables} if variables else os.environ,
         file_actions=[(os.POSIX_SPAWN_DUP2, fd, at) for at, fd in descriptors.items()],
         setpgroup=0,
         # Else the children would ignore the signals that Python ignores.

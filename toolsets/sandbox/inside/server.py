@@ -141,6 +141,8 @@ class Server:
         reply: dict[str, Any] = {"id": request["id"]}
         if kind == "files":
             return {**reply, **self._files.answer(request)}
+        if "put" in request and (failed := self._files.answer({**request["put"], "op": "put"})):
+            return {**reply, **failed}
         since = ticks()
         # Ticks are coarse: processes that an earlier call started in this tick are not this call's.
         self._before = set(all_descendants()) if since == self._last_tick else set()
@@ -148,8 +150,8 @@ class Server:
             job = self._start_job(request)
         except (FileNotFoundError, PermissionError) as error:
             name = request["argv"][0] if kind == "command" else _PROGRAMS[kind]
-            if error.filename == self._home:
-                name = self._home
+            if error.filename in (self._home, request.get("cwd")):
+                name = error.filename
             message = f"{name}: {error.strerror}\n".encode()
             code = 127 if isinstance(error, FileNotFoundError) else 126
             return {**reply, "exit_code": code, "stderr": [_encode(message), "", len(message)]}
@@ -183,6 +185,8 @@ class Server:
             reply["full_mb"] = full_mb
         for fd, output in outputs.items():
             reply[_STREAMS[fd]] = [*map(_encode, output.head_and_tail()), output.total]
+        if "read" in request and reply.get("exit_code") == 0:
+            reply |= self._files.answer({**request["read"], "op": "read"})
         return reply
 
     def _count_running(self) -> int:
@@ -197,9 +201,10 @@ class Server:
         """Start the process for a request, unless it runs, and send it the code."""
         kind = request["kind"]
         if kind == "command":
-            os.chdir(self._home)
+            os.chdir(request.get("cwd", self._home))
             stdin = _make_file(binascii.a2b_base64(request["stdin"]))
-            return self._add(kind, Job(self, request["argv"], stdin=stdin))
+            variables = request.get("env", {})
+            return self._add(kind, Job(self, request["argv"], stdin=stdin, variables=variables))
         if (job := self._jobs.get(kind)) is None:
             os.chdir(self._home)
             with contextlib.suppress(OSError):  # else stay in the workspace

@@ -16,15 +16,22 @@ _ARGUMENTS_BYTES = 64 << 10
 
 # `safe.directory`: the files may belong to another user than commands. Modes are those on disk.
 # Names of objects are not looked for among refs, of which repositories can have thousands.
+_CONFIG = {
+    "safe.directory": "*",
+    "core.fileMode": "true",
+    "core.fsmonitor": "false",
+    "core.hooksPath": "/dev/null",
+    "core.warnAmbiguousRefs": "false",
+    "core.safecrlf": "false",
+}
+VARIABLES = {"LC_ALL": "C", "GIT_CONFIG_COUNT": str(len(_CONFIG))}
+"""The environment of git, beside that of the sandbox."""
+for _number, (_key, _value) in enumerate(_CONFIG.items()):
+    VARIABLES |= {f"GIT_CONFIG_KEY_{_number}": _key, f"GIT_CONFIG_VALUE_{_number}": _value}
 GIT = (
-    "set -e; umask 077; unset GIT_DIFF_OPTS; "
-    "export LC_ALL=C GIT_CONFIG_COUNT=6 "
-    "GIT_CONFIG_KEY_0=safe.directory 'GIT_CONFIG_VALUE_0=*' "
-    "GIT_CONFIG_KEY_1=core.fileMode GIT_CONFIG_VALUE_1=true "
-    "GIT_CONFIG_KEY_2=core.fsmonitor GIT_CONFIG_VALUE_2=false "
-    "GIT_CONFIG_KEY_3=core.hooksPath GIT_CONFIG_VALUE_3=/dev/null "
-    "GIT_CONFIG_KEY_4=core.warnAmbiguousRefs GIT_CONFIG_VALUE_4=false "
-    "GIT_CONFIG_KEY_5=core.safecrlf GIT_CONFIG_VALUE_5=false; "
+    "set -e; umask 077; unset GIT_DIFF_OPTS; export "
+    + " ".join(f"{name}='{value}'" for name, value in VARIABLES.items())
+    + "; "
 )
 AT_TOP = GIT + 'cd "$1"; shift; '
 AT_STORE = AT_TOP + "store=$1; shift; "

@@ -33,13 +33,14 @@ from batch_trajectories.engine.worker.diffs.git import (
     AT_STORE,
     AT_TOP,
     SHOWN_AS,
+    VARIABLES,
     DiffError,
     encode_paths,
     image_sandbox,
     run,
 )
 from toolsets.context import ToolContext
-from toolsets.sandbox.image_files import FileSource, FileState, ImageFiles
+from toolsets.sandbox.image_files import PART_BYTES, FileSource, FileState, ImageFiles
 
 # Objects of git, named by SHA-1, as files of a directory of objects (gitrepository-layout(5)).
 
@@ -131,10 +132,6 @@ _LOOK_AT_PATHS = AT_STORE + (
     'git check-attr -z --stdin filter ident working-tree-encoding <"$store/paths" '
     '>"$store/attributes"'
 )
-_DIFF = AT_STORE + (
-    'export GIT_INDEX_FILE="$store/none" GIT_OBJECT_DIRECTORY="$store/objects"; '
-    f'exec git diff {SHOWN_AS} --output="$store/patch" "$@"'
-)
 _NOT_SET = ("unspecified", "unset")
 
 
@@ -225,9 +222,27 @@ class Differ:
         self._stored_bytes += sum(map(len, objects.files.values()))
         self.is_used_up |= self._diffs >= _MAX_DIFFS or self._stored_bytes >= _MAX_STORED_BYTES
         store = f"{image_sandbox(self.fresh).memory_dir}/{self._diffs}"
-        for entries in objects.write_requests():
+        *earlier, last = objects.write_requests()
+        for entries in earlier:
             await self._files.ask(f"{store}/objects", op="put", entries=entries)
-        await run(image_sandbox(self.fresh), _DIFF, self.top, store, *trees, timeout_s=_TIMEOUT_S)
+        reply, patch = await self._files.run_on_files(
+            ["git", "diff", *SHOWN_AS.split(), f"--output={store}/patch", *trees],
+            cwd=self.top,
+            env={
+                **VARIABLES,
+                "GIT_DIFF_OPTS": "",
+                "GIT_INDEX_FILE": f"{store}/none",
+                "GIT_OBJECT_DIRECTORY": f"{store}/objects",
+            },
+            directory=f"{store}/objects",
+            entries=last,
+            result=f"{store}/patch",
+            timeout_s=_TIMEOUT_S,
+        )
+        if reply.exit_code != 0:
+            raise DiffError("git could not compare the files")
+        if len(patch) < PART_BYTES:
+            return patch
         return await self._files.read(f"{store}/patch", 4 * _MAX_BYTES)
 
 
