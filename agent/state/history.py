@@ -18,7 +18,7 @@ def plain_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     A list of text parts becomes their texts, joined by newlines. Other contents do not change.
     """
     content = message.get("content")
-    is_list = isinstance(content, list) and bool(content) and all(map(_is_text_part, content))
+    is_list = isinstance(content, list) and bool(content) and all(map(is_text_part, content))
     is_developer = message.get("role") == "developer"
     if not is_list and not is_developer:
         return message
@@ -29,7 +29,8 @@ def plain_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def _is_text_part(part: Any) -> bool:
+def is_text_part(part: Any) -> bool:
+    """Whether a part of a message's content is text, in any API's form."""
     return (
         isinstance(part, Mapping)
         and part.get("type", "text") in _TEXT_PARTS

@@ -14,12 +14,14 @@ from pydantic import ValidationError
 from agent.messages.message import Message
 from agent.models.scripted import parse_script
 from agent.options import AgentOptions, SimulatedUser
+from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.text import clip
 from batch_trajectories.basics.validation import mistakes_in
 from batch_trajectories.records.checks import expected_column, expected_text
 
 CHAT_COLUMNS = ("messages", "conversations")
-"""Columns with a conversation instead of a `prompt`; the run uses its beginning."""
+"""Columns with a conversation instead of a `prompt`, as a list of messages or as its JSON text; the
+run uses its beginning."""
 
 ERROR_COLUMN = "row_error"
 """The column with the reason why a row has no prompt: its source cannot be used."""
@@ -93,7 +95,7 @@ def messages_before_user(columns: Mapping[str, Any], system_prompt: str | None) 
     if isinstance(error := columns.get(ERROR_COLUMN), str):
         raise ValueError(error)
     column = chat_column(columns)
-    given = columns.get(column)
+    given = read_chat(columns, column) if column in CHAT_COLUMNS else columns.get(column)
     if given is None:
         return [Message(role="system", content=system_prompt)] if system_prompt else []
     messages = _prompt_messages(given) if isinstance(given, list) else []
@@ -118,8 +120,8 @@ def opening_messages(columns: Mapping[str, Any], system_prompt: str | None) -> l
     """
     if "prompt" in columns:
         messages = _prompt_messages(columns["prompt"])
-    elif any(isinstance(columns.get(name), list) for name in CHAT_COLUMNS):
-        messages = _first_messages(chat_column(columns), columns)
+    elif (column := chat_column(columns)) in CHAT_COLUMNS:
+        messages = _first_messages(column, read_chat(columns, column))
     else:
         if isinstance(error := columns.get(ERROR_COLUMN), str):
             raise ValueError(error)
@@ -164,9 +166,9 @@ def unused_turns(columns: Mapping[str, Any]) -> int | None:
     The row must be one that `RowRules.read` accepts.
     """
     column = chat_column(columns)
-    if "prompt" in columns or not isinstance(columns.get(column), list):
+    if "prompt" in columns or column not in CHAT_COLUMNS:
         return None
-    roles = [_role(item) for item in columns[column]]
+    roles = [_role(item) for item in read_chat(columns, column)]
     if "user" not in roles:
         return None
     unused = roles[roles.index("user") + 1 :]
@@ -176,14 +178,15 @@ def unused_turns(columns: Mapping[str, Any]) -> int | None:
 def flatten_prompt(columns: Mapping[str, Any]) -> Mapping[str, Any]:
     """The columns with the messages of the prompt as plain text (see `plain_message`).
 
-    Text and a list of text parts then give the same prompt.
+    Text and a list of text parts then give the same prompt, as do a list of messages and its JSON
+    text. The row must be one that `RowRules.read` accepts.
     """
     name = "prompt" if "prompt" in columns else chat_column(columns)
-    given = columns.get(name)
+    given = columns.get(name) if name == "prompt" else read_chat(columns, name)
     if not isinstance(given, list):
         return columns
     messages = _plain(given, to_first_user=name != "prompt")
-    return columns if messages == given else {**columns, name: messages}
+    return columns if messages == columns[name] else {**columns, name: messages}
 
 
 def _plain(messages: list[Any], *, to_first_user: bool) -> list[Any]:
@@ -221,8 +224,30 @@ def json_type(value: Any) -> str:
 
 
 def chat_column(columns: Mapping[str, Any]) -> str:
-    """The column that holds a conversation; `prompt` if the row has none."""
-    return next((name for name in CHAT_COLUMNS if isinstance(columns.get(name), list)), "prompt")
+    """The column that holds a conversation; `prompt` if the row has none.
+
+    A list comes before a text, which may be anything.
+    """
+    lists = (name for name in CHAT_COLUMNS if isinstance(columns.get(name), list))
+    texts = (name for name in CHAT_COLUMNS if isinstance(columns.get(name), str) and columns[name])
+    return next(lists, None) or next(texts, "prompt")
+
+
+def read_chat(columns: Mapping[str, Any], name: str) -> list[Any]:
+    """Read the conversation in a column: a list, or the JSON text of one. Raises `ValueError`."""
+    given = columns[name]
+    if isinstance(given, list):
+        return given
+    wanted = f"`{name}` is text; it must be a list of chat messages, or the JSON text of one"
+    try:
+        messages = exact_json.loads(given)
+    except exact_json.JSONDecodeError as error:
+        raise ValueError(f"{wanted} (not JSON: {error})") from error
+    if not isinstance(messages, list):
+        raise ValueError(f"{wanted} (got {json_type(messages)})")
+    if exact_json.is_nested_too_deep(given.encode()):
+        raise ValueError(f"`{name}`: nested deeper than {exact_json.MAX_NESTING} levels")
+    return messages
 
 
 def _prompt_messages(prompt: Any) -> list[Message]:
@@ -234,16 +259,16 @@ def _prompt_messages(prompt: Any) -> list[Message]:
     raise ValueError(f"`prompt` is {json_type(prompt)}; it must be text or a list of chat messages")
 
 
-def _first_messages(column: str, columns: Mapping[str, Any]) -> list[Message]:
+def _first_messages(column: str, given: list[Any]) -> list[Message]:
     messages: list[Message] = []
-    for n, item in enumerate(_plain(columns[column], to_first_user=True)):
+    for n, item in enumerate(_plain(given, to_first_user=True)):
         role = _role(item)
-        item = item if isinstance(item, dict) else {}
-        content = item.get("content", item.get("value"))
-        if role is None or not isinstance(content, str):
+        if role is None:
             raise ValueError(
                 f"{column}[{n}] must be a system or user message: no user message comes before it"
             )
+        key = "content" if "content" in item or "value" not in item else "value"
+        content = _read_text(f"{column}[{n}].{key}", item.get(key))
         messages.append(Message(role="user" if role == "user" else "system", content=content))
         if role == "user":
             return messages
@@ -254,17 +279,26 @@ def _chat_message(n: int, item: Any) -> Message:
     role = item.get("role") if isinstance(item, dict) else None
     content = item.get("content") if isinstance(item, dict) else None
     match role:
-        case "system" | "user" | "assistant" if isinstance(content, str):
-            return Message(role=role, content=content)
-        case "system" | "user" | "assistant" if isinstance(content, list):
-            kinds = (part.get("type") if isinstance(part, dict) else part for part in content)
-            other = next((kind for kind in kinds if kind != "text"), None)
-            what = f"a part of type {clip(repr(other), max_chars=50)}" if content else "no parts"
-            raise ValueError(f"prompt[{n}].content must be text, or a list of text parts ({what})")
+        case "system" | "user" | "assistant" if isinstance(content, str | list):
+            return Message(role=role, content=_read_text(f"prompt[{n}].content", content))
     raise ValueError(
         f"prompt[{n}] must be an object with `role` (system, developer, user or assistant) "
         "and `content` (text)"
     )
+
+
+def _read_text(place: str, content: Any) -> str:
+    """Read the content of a message, whose text parts are joined already. Raises `ValueError`."""
+    if isinstance(content, str):
+        return content
+    got = json_type(content)
+    if isinstance(content, list):
+        from agent.state.history import is_text_part  # most prompts are texts
+
+        other = next((part for part in content if not is_text_part(part)), None)
+        kind = other.get("type") if isinstance(other, dict) else other
+        got = f"a part of type {clip(repr(kind), max_chars=50)}" if content else "no parts"
+    raise ValueError(f"{place} must be text, or a list of text parts ({got})")
 
 
 def _check_chat(messages: list[Message]) -> None:

@@ -27,7 +27,7 @@ from batch_trajectories.dataset.scan import Scan, ScanOptions, scan
 from batch_trajectories.records.files import replace_file
 from batch_trajectories.records.tasks import BadRow
 
-_FORMAT = 6
+_FORMAT = 7
 """The version of the layout; raise it when rows are read or identified in another way, too."""
 
 _DIGEST_BYTES = 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -242,9 +243,68 @@ def test_turns_after_the_prompt_are_part_of_its_identity(tmp_path: Path) -> None
         ([], "no parts"),
     ],
 )
-def test_parts_that_are_not_text_are_named(content: object, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        opening_messages({"prompt": [{"role": "user", "content": content}]}, None)
+@pytest.mark.parametrize("column", ["prompt", "messages", "conversations"])
+def test_parts_that_are_not_text_are_named(content: object, reason: str, column: str) -> None:
+    with pytest.raises(ValueError, match=reason) as error:
+        opening_messages({column: [{"role": "user", "content": content}]}, None)
+    assert str(error.value).startswith(f"{column}[0].content must be text")
+
+
+def test_a_message_without_text_is_named_by_its_key() -> None:
+    for message, place in (
+        ({"role": "user", "content": None}, "content must be text, or a list of text parts (null)"),
+        ({"role": "user"}, "content must be text, or a list of text parts (null)"),
+        ({"from": "human", "value": {"a": 1}}, "value must be text"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"messages[0].{place}")):
+            opening_messages({"messages": [message]}, None)
+    with pytest.raises(ValueError, match="no user message comes before it"):
+        opening_messages({"messages": [{"role": "assistant", "content": "a"}]}, None)
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_json_text_of_a_conversation_is_the_same_task_as_its_list(
+    tmp_path: Path, column: str
+) -> None:
+    """Parquet and CSV often hold conversations as text."""
+    messages = [*IN_PARTS, {"role": "assistant", "content": "c"}]
+    (listed,) = all_tasks(write(tmp_path / "a.jsonl", {column: messages}))
+    (text,) = all_tasks(write(tmp_path / "b.jsonl", {column: json.dumps(messages)}))
+    assert opening_messages(text.columns, None) == PLAIN
+    assert text.key == listed.key
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("Say hi", "the JSON text of one (not JSON: "),
+        ("[{'role': 'user', 'content': 'a'}]", "the JSON text of one (not JSON: "),
+        ('{"role": "user", "content": "a"}', "the JSON text of one (got an object)"),
+        ("[" * 101 + "]" * 101, "nested deeper than 100 levels"),
+        ("[]", "has no user message"),
+    ],
+)
+def test_text_that_is_no_list_of_messages_is_refused_by_the_name_of_its_column(
+    text: str, reason: str
+) -> None:
+    for column in ("messages", "conversations"):
+        with pytest.raises(ValueError, match=re.escape(reason)) as error:
+            RowRules().read({column: text, "answer": "a"})
+        assert f"`{column}`" in str(error.value)
+
+
+def test_text_in_a_chat_column_means_nothing_beside_a_prompt_or_a_list() -> None:
+    chat = [{"role": "user", "content": "a"}]
+    assert opening_messages({"prompt": "b", "messages": "any"}, None)[0]["content"] == "b"
+    assert opening_messages({"messages": "any", "conversations": chat}, None) == chat
+    with pytest.raises(ValueError, match="no `prompt` field"):
+        opening_messages({"messages": ""}, None)
+
+
+def test_a_part_in_the_form_of_another_api_is_not_blamed() -> None:
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_image"}]
+    with pytest.raises(ValueError, match="a part of type 'input_image'"):
+        opening_messages({"messages": [{"role": "user", "content": parts}]}, None)
 
 
 @pytest.mark.parametrize(
