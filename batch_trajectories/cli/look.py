@@ -263,6 +263,7 @@ def _describe_use(name: str, columns: dict[str, Any]) -> str:
         CHAT_COLUMNS,
         FORK_COLUMN,
         REPLIES_COLUMN,
+        TOOL_COLUMNS,
         TURNS_COLUMN,
         USER_COLUMN,
     )
@@ -289,7 +290,8 @@ def _describe_use(name: str, columns: dict[str, Any]) -> str:
         USER_COLUMN: "the simulated user's part, with --simulated_user",
         "script": "turns of the scripted model",
         FORK_COLUMN: "the beginning of the conversation, with --forks",
-        MODEL_COLUMN: "one of --models",
+        MODEL_COLUMN: "one of --models, without which it means nothing",
+        **dict.fromkeys(TOOL_COLUMNS, "kept with the record; the model is offered --tools instead"),
         **dict.fromkeys(
             column_names(InsideColumns), "how to work in the image, with --workspace=image"
         ),

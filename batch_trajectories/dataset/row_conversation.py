@@ -71,6 +71,9 @@ USUAL_BESIDE = frozenset(
 )
 """Usual names of further columns that the model has to see with the prompt."""
 
+TOOL_COLUMNS = ("tools", "functions", "available_tools", "tool_definitions", "tool_schemas")
+"""Usual names of columns with definitions of tools, which a run does not offer."""
+
 _ROLES = {"human": "user", "user": "user", "system": "system"}
 
 
@@ -160,19 +163,23 @@ def other_prompt_columns(columns: Mapping[str, Any], prompt: str) -> list[str]:
     ]
 
 
-def unused_turns(columns: Mapping[str, Any]) -> int | None:
-    """Number of user turns of a row that are not sent; None if no message follows the first.
+def count_unused_turns(columns: Mapping[str, Any]) -> int:
+    """Count the messages of the user after the first one, which are not sent.
 
     The row must be one that `RowRules.read` accepts.
     """
     column = chat_column(columns)
     if "prompt" in columns or column not in CHAT_COLUMNS:
-        return None
+        return 0
     roles = [_role(item) for item in read_chat(columns, column)]
-    if "user" not in roles:
-        return None
-    unused = roles[roles.index("user") + 1 :]
-    return unused.count("user") if unused else None
+    return max(0, roles.count("user") - 1)
+
+
+def defines_tools(value: Any) -> bool:
+    """Whether the value of one of `TOOL_COLUMNS` is definitions of tools, or their JSON text."""
+    if isinstance(value, str):
+        return value.lstrip().startswith(("[", "{")) and '"name"' in value
+    return isinstance(value, list) and any(isinstance(item, dict) for item in value)
 
 
 def flatten_prompt(columns: Mapping[str, Any]) -> Mapping[str, Any]:

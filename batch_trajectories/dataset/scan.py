@@ -27,8 +27,13 @@ from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import DatasetChanged, DatasetError
 from batch_trajectories.dataset.lines import ContentDigest, Row, read_row, read_rows
-from batch_trajectories.dataset.row import RowRules
-from batch_trajectories.dataset.row_conversation import flatten_prompt
+from batch_trajectories.dataset.row import MODEL_COLUMN, RowRules
+from batch_trajectories.dataset.row_conversation import (
+    TOOL_COLUMNS,
+    count_unused_turns,
+    defines_tools,
+    flatten_prompt,
+)
 from batch_trajectories.dataset.shards import Shard
 from batch_trajectories.records.checks import EXPECTED
 from batch_trajectories.records.tasks import BadRow, Task, task_key
@@ -40,6 +45,11 @@ TELLTALE_COLUMNS = (*SETUP, "base_commit")
 
 PROGRAMS = "check.programs"
 """The key of a scan's `asked`: how many rows have checks that run programs of the workspace."""
+
+UNUSED_TURNS = "unused_turns"
+"""The key of a scan's `asked`: how many rows have messages of the user that are not sent. The keys
+`unused_turns.all` and `unused_turns.line` have the number of these messages and the line of the
+first such row."""
 
 ID_COLUMNS = ("id", "task_id", "instance_id")
 
@@ -89,8 +99,10 @@ class Scan(msgspec.Struct, frozen=True):
     setup_columns: dict[str, int]
     """Number of usable rows that have each of `TELLTALE_COLUMNS`."""
     asked: dict[str, int]
-    """Demands of rows that the run may refuse; see `row_workspace.add_asked`. `expected`: number of
-    usable rows with this column whose answers are not compared with it."""
+    """Demands of rows that the run may refuse; see `row_workspace.count_requests`. `expected`:
+    number of usable rows with this column whose answers are not compared with it. `model`: number
+    of those with this column in a run of one model. `TOOL_COLUMNS`: number of those that define
+    tools in each. See also `UNUSED_TURNS` and `PROGRAMS`."""
     keys: bytes
     """The keys of all tasks, 16 bytes each; samples of a prompt are adjacent."""
 
@@ -145,7 +157,7 @@ def scan(
         for name in TELLTALE_COLUMNS:
             if row.columns.get(name) is not None:
                 setup_columns[name] = setup_columns.get(name, 0) + 1
-        _count_demands(asked, row.columns, rules)
+        _count_demands(asked, row, rules)
         fingerprint.update(_canonical(row.columns))
         base = _base_id(row.columns)
         short_hash = _short_hash(base)
@@ -188,10 +200,20 @@ def scan(
     )
 
 
-def _count_demands(asked: dict[str, int], columns: dict[str, Any], rules: RowRules) -> None:
+def _count_demands(asked: dict[str, int], row: Row, rules: RowRules) -> None:
     """Add the demands of a row to `Scan.asked`."""
+    columns = row.columns
     if rules.ignores_expected(columns):
         asked[EXPECTED] = asked.get(EXPECTED, 0) + 1
+    if rules.models is None and columns.get(MODEL_COLUMN) is not None:
+        asked[MODEL_COLUMN] = asked.get(MODEL_COLUMN, 0) + 1
+    for name in TOOL_COLUMNS:
+        if name in columns and defines_tools(columns[name]):
+            asked[name] = asked.get(name, 0) + 1
+    if unused := count_unused_turns(columns):
+        asked.setdefault(f"{UNUSED_TURNS}.line", row.line)
+        asked[UNUSED_TURNS] = asked.get(UNUSED_TURNS, 0) + 1
+        asked[f"{UNUSED_TURNS}.all"] = asked.get(f"{UNUSED_TURNS}.all", 0) + unused
     if rules.with_setup and columns.get("check") is not None:
         from batch_trajectories.dataset.check_programs import programs_of_workspace
 

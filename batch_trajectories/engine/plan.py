@@ -35,8 +35,9 @@ from batch_trajectories.dataset.kept_dataset import (
     RowFilter,
     take_snapshot,
 )
-from batch_trajectories.dataset.row import RowRules
-from batch_trajectories.dataset.scan import PROGRAMS, SETUP, Scan
+from batch_trajectories.dataset.row import MODEL_COLUMN, RowRules
+from batch_trajectories.dataset.row_conversation import TOOL_COLUMNS
+from batch_trajectories.dataset.scan import PROGRAMS, SETUP, UNUSED_TURNS, Scan
 from batch_trajectories.dataset.scan_cache import cached_scan
 from batch_trajectories.dataset.shards import parse_shard
 from batch_trajectories.engine.executor_choice import check_executor
@@ -424,8 +425,8 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
                     f"warning: no conversation is offered the toolset {name!r}; add it to "
                     "--enabled_toolsets"
                 )
-    for message in _refused_wishes(plan):
-        say(f"warning: {plan.config.dataset_file}: {message}")
+    for message in list_refused_wishes(plan):
+        say(f"warning: {message}")
     columns = dict(plan.scan.setup_columns)
     if not plan.config.is_inside:
         columns.pop("base_commit", None)  # many datasets have it, and no repository is at hand
@@ -437,8 +438,39 @@ def warn(plan: Plan, say: Callable[[str], object]) -> None:
         )
 
 
+def list_refused_wishes(plan: Plan) -> Iterator[str]:
+    """Describe the wishes of rows or options that are not granted; each begins with the dataset."""
+    wishes = [*_refused_wishes(plan)]
+    if not plan.config.audit and plan.config.checked_run is None:  # else there is no conversation
+        wishes += _ignored_columns(plan)
+    return (f"{plan.config.dataset_file}: {wish}" for wish in wishes)
+
+
+def _ignored_columns(plan: Plan) -> Iterator[str]:
+    """Describe columns that a user may take for a part of the conversation, and are none."""
+    asked = plan.scan.asked
+    if rows := asked.get(UNUSED_TURNS, 0):
+        turns, line = asked[f"{UNUSED_TURNS}.all"], asked[f"{UNUSED_TURNS}.line"]
+        number = "line" if plan.dataset.source is None else "row"
+        yield (
+            f"{plural(rows, 'row')} with further messages of the user, {turns:,} in all, which are "
+            f"not sent (the first: {number} {line:,}): the model answers only the first message; "
+            "to send a history, give `prompt` as a list; to send them one by one, `user_turns`"
+        )
+    for name in TOOL_COLUMNS:
+        if rows := asked.get(name, 0):
+            yield (
+                f"{plural(rows, 'row')} with definitions of tools in the column `{name}`, which "
+                "are not offered; to offer tools of your own, give --tools (docs/tools.md)"
+            )
+    if rows := asked.get(MODEL_COLUMN, 0):
+        yield (
+            f"{plural(rows, 'row')} with a column `{MODEL_COLUMN}`, which counts only with --models"
+        )
+
+
 def _refused_wishes(plan: Plan) -> Iterator[str]:
-    """Describe the wishes of rows or options that are not granted."""
+    """Describe the wishes of rows or options that the run could grant."""
     largest, config = plan.scan.asked, plan.config
     checks = plan.scan.setup_columns.get("check") if config.row_setup else 0
     if config.until_passed and not (checks or config.reward or config.check_expected):

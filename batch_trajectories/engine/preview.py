@@ -19,7 +19,6 @@ from batch_trajectories.basics.text import clip, plural
 from batch_trajectories.config.models import setup_of_task
 from batch_trajectories.config.sandboxes import image_sandboxes
 from batch_trajectories.dataset.row import RowTask
-from batch_trajectories.dataset.row_conversation import unused_turns
 from batch_trajectories.dataset.scan import tasks
 from batch_trajectories.dataset.scan_cache import cached_keys
 from batch_trajectories.engine.plan import Plan
@@ -48,7 +47,7 @@ def preview(plan: Plan, *, fresh: bool, accept_changes: Sequence[str]) -> str:
     elif check_reopening(plan.config, plan.scan, accept_changes):
         refuse_held(path)
         lines += _standing(plan)
-    return "\n".join([*lines, *_first_prompt(plan), *_unused_turns(plan), *_no_images(plan)])
+    return "\n".join([*lines, *_first_prompt(plan), *_no_images(plan)])
 
 
 def _standing(plan: Plan) -> list[str]:
@@ -174,25 +173,6 @@ class _CapturingModel:
 
     async def complete(self, request: Request) -> Completion:
         raise _Captured(request)
-
-
-def _unused_turns(plan: Plan) -> list[str]:
-    """A line about rows with turns after their first user message, which are not sent."""
-    unused: dict[str, int] = {}
-    read = 0
-    for task in _first_tasks(plan):
-        read += 1
-        if (turns := unused_turns(task.columns)) is not None:
-            unused[task.prompt_id] = turns
-    if not unused:
-        return []
-    first, turns = next(iter(unused.items()))
-    of = f"of the first {read:,} rows" if read < plan.scan.rows else "rows"
-    return [
-        f"unused     {len(unused):,} {of} have turns after their first user message, which are not "
-        f"sent: {plural(sum(unused.values()), 'user turn')} ({_plain(first)}: {turns:,}). The "
-        "model answers only the first message; to send a history, give `prompt` as a list"
-    ]
 
 
 def _no_images(plan: Plan) -> list[str]:

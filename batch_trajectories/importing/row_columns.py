@@ -14,6 +14,7 @@ from typing import Any
 
 from agent.messages.message import Message, ProviderBlocks
 from batch_trajectories.basics.text import clip
+from batch_trajectories.dataset.row_conversation import TOOL_COLUMNS
 from batch_trajectories.importing.call_forms import parse_value, read_tool_schemas
 from batch_trajectories.importing.conversation import Unreadable, is_blank
 
@@ -21,7 +22,6 @@ MARKS = ("weight", "loss", "loss_weight", "train", "training")
 """Keys of a message or of a row: 0 or false if the replies carry no loss."""
 
 _SYSTEM = ("system", "system_prompt", "system_message", "system_instruction", "system_instructions")
-_TOOLS = ("tools", "functions", "available_tools", "tool_definitions", "tool_schemas")
 _PAIRS = (
     "chosen",
     "rejected",
@@ -185,7 +185,7 @@ def short_columns(row: Mapping[str, Any], *, are_metadata: bool = False) -> dict
 
     `are_metadata`: the user declared them as metadata, so their names have no other meaning.
     """
-    apart = _RESERVED if are_metadata else {*_RESERVED, *_SYSTEM, *_TOOLS}
+    apart = _RESERVED if are_metadata else {*_RESERVED, *_SYSTEM, *TOOL_COLUMNS}
     return {
         name: value
         for name, value in row.items()
@@ -209,7 +209,7 @@ def system_columns(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def tools_in(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the tools of a row; None without such a column. Raises `Unreadable`."""
-    named = [name for name in _TOOLS if row.get(name) is not None]
+    named = [name for name in TOOL_COLUMNS if row.get(name) is not None]
     tools: list[dict[str, Any]] = []
     for name in named:
         if not is_blank(row[name]):
@@ -363,7 +363,7 @@ def refuse_unknown_columns(
     `column` holds the conversation, `raw` are its texts as they are there, and `messages` the
     messages that were read from it.
     """
-    known = {column, "id", "messages", "conversations", *_SYSTEM, *_TOOLS, *METADATA}
+    known = {column, "id", "messages", "conversations", *_SYSTEM, *TOOL_COLUMNS, *METADATA}
     if column == "history":
         known |= _SWE_AGENT_COLUMNS
     if isinstance(row.get("thinking"), dict):

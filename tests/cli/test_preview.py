@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from batch_trajectories.dataset.row_conversation import unused_turns
+from batch_trajectories.dataset.row import RowRules
+from batch_trajectories.dataset.row_conversation import count_unused_turns
+from batch_trajectories.dataset.scan import scan
 from tests.helpers.running import SCRIPTED, lines, run, write_rows
 
 ROWS = [{"id": f"p{n}", "prompt": f"Say {n}", "script": [{"content": "y"}]} for n in range(8)]
@@ -243,8 +246,7 @@ class TestDryRun:
         assert "20" in seen.stdout.partition("system: ")[2].partition("  user: ")[0]
         assert "  user: first\n  tools offered: " in seen.stdout
         assert "read_file" in seen.stdout.partition("tools offered: ")[2]
-        assert "1 rows have turns after their first user message, which are" in seen.stdout
-        assert "not sent: 2 user turns (a: 2)" in seen.stdout
+        assert "1 row with further messages of the user, 2 in all, which are not" in seen.stderr
         assert not (tmp_path / "trajectories").exists()
         react = run(tmp_path, "--dry_run", **SCRIPTED, text_protocol="react")
         assert "Action:" in react.stdout
@@ -253,12 +255,57 @@ class TestDryRun:
     @pytest.mark.parametrize(
         ("columns", "unused"),
         [
-            ({"prompt": "x", "messages": [{"role": "user", "content": "y"}] * 2}, None),
-            ({"messages": [{"role": "user", "content": "y"}]}, None),
+            ({"prompt": "x", "messages": [{"role": "user", "content": "y"}] * 2}, 0),
+            ({"messages": [{"role": "user", "content": "y"}]}, 0),
             ({"messages": [{"role": "user"}, {"role": "assistant"}]}, 0),
             ({"conversations": [{"from": "human"}, {"from": "gpt"}, {"from": "human"}]}, 1),
+            ({"messages": json.dumps([{"role": "user"}] * 3)}, 2),
             ({"messages": [{"role": "user"}, 3, None]}, 0),
         ],
     )
-    def test_turns_that_are_not_sent_are_counted(self, columns: Any, unused: int | None) -> None:
-        assert unused_turns(columns) == unused
+    def test_turns_that_are_not_sent_are_counted(self, columns: Any, unused: int) -> None:
+        assert count_unused_turns(columns) == unused
+
+    def test_a_start_names_columns_that_are_no_part_of_the_conversation(
+        self, tmp_path: Path
+    ) -> None:
+        """It says so before any call, and in run.log."""
+        user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "y"}
+        tool = {"type": "function", "function": {"name": "add"}}
+        shared = {"script": [{"content": "y"}], "tools": [tool]}
+        rows: list[dict[str, Any]] = [
+            {"id": "a", "messages": [user, answer], "model": "other", **shared},
+            {"id": "b", "messages": [user, answer, user, answer, user], **shared},
+            {
+                "id": "c",
+                "messages": json.dumps([user, user]),
+                **shared,
+                "tools": json.dumps([tool]),
+            },
+            {"id": "d", "prompt": "Hi", **shared, "tools": ["add"]},
+        ]
+        write_rows(tmp_path / "p.jsonl", *rows)
+        unused = (
+            "p.jsonl: 2 rows with further messages of the user, 3 in all, which are not sent (the "
+            "first: line 2)"
+        )
+        tools = "p.jsonl: 3 rows with definitions of tools in the column `tools`, which are not"
+        model = "p.jsonl: 1 row with a column `model`, which counts only with --models"
+        log = tmp_path / "trajectories" / "r" / "run.log"
+        for dry in (("--dry_run",), ()):
+            done = run(tmp_path, *dry, **SCRIPTED)
+            assert done.returncode == 0, done.stderr
+            for message in (unused, tools, model):
+                assert done.stderr.count(f"warning: {message}") == 1
+                assert dry or log.read_text().count(message) == 1
+        assert "--tools" in log.read_text()
+        dataset = {**SCRIPTED, "dataset_file": "p.json", "run_name": "s"}
+        (tmp_path / "p.jsonl").rename(tmp_path / "p.json")
+        renamed = run(tmp_path, "--dry_run", "--columns=note=id", **dataset)
+        assert "first: row 2)" in renamed.stderr, "the lines are those of a copy"
+
+    def test_a_model_of_the_row_is_not_ignored_by_a_run_with_several(self, tmp_path: Path) -> None:
+        path = write_rows(tmp_path / "p.jsonl", {"prompt": "x", "model": "a"})
+        one, several = RowRules(), RowRules(models=frozenset({"a", "b"}))
+        assert scan(path, max_samples=None, rules=one).asked == {"model": 1}
+        assert scan(path, max_samples=None, rules=several).asked == {}

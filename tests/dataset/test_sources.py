@@ -865,3 +865,13 @@ def test_look_proposes_columns_and_asks_about_further_ones(
     if proposed:
         done = run(tmp_path, "look", "p.jsonl", "--columns", f"prompt={proposed}").stdout
         assert "p.jsonl: 1 of 1 row can be used" in done
+
+
+def test_look_says_that_tools_and_models_of_rows_have_no_part(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}], "model": "m"}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    said = run(tmp_path, "look", "p.jsonl").stdout
+    assert (
+        "  tools     an array; kept with the record; the model is offered --tools instead" in said
+    )
+    assert "  model     text; one of --models, without which it means nothing" in said

@@ -38,7 +38,7 @@ from batch_trajectories.dataset.shards import parse_shard
 from batch_trajectories.engine.executor_choice import open_executor
 from batch_trajectories.engine.features import find_feature
 from batch_trajectories.engine.messages import WorkerSetup
-from batch_trajectories.engine.plan import Plan, describe
+from batch_trajectories.engine.plan import Plan, describe, list_refused_wishes
 from batch_trajectories.engine.record import Provenance
 from batch_trajectories.engine.run_dir import RunDir
 from batch_trajectories.engine.supervisor.budget import (
@@ -150,6 +150,8 @@ def _run_batch(
                 tool.name,
                 tool.description,
             )
+    for wish in list_refused_wishes(plan):
+        log.warning("%s", wish)
     hide_environment()
     allow_many_files()
     try:
