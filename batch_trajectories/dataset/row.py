@@ -135,7 +135,9 @@ class RowRules(msgspec.Struct, frozen=True):
         self._check_script(columns)
         spec = ConversationSpec(
             options,
-            expected=read_expected(columns) if options.check_expected else None,
+            expected=read_expected(columns, options.expected_match)
+            if options.check_expected
+            else None,
             user_replies=read_texts(columns, REPLIES_COLUMN) if options.awaiting_input else (),
             user_turns=read_user_turns(columns, options),
         )

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from agent.messages.message import Message
 from agent.models.scripted import parse_script
-from agent.options import AgentOptions, SimulatedUser
+from agent.options import AgentOptions, Match, SimulatedUser
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.text import clip
 from batch_trajectories.basics.validation import mistakes_in
@@ -404,11 +404,15 @@ def read_texts(columns: Mapping[str, Any], name: str) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def read_expected(columns: Mapping[str, Any]) -> str:
-    """Read the text that the answer is compared with. Raises `ValueError`."""
-    expected = expected_text(columns)
+def read_expected(columns: Mapping[str, Any], match: Match) -> str:
+    """Read the text that the answer is compared with by the rule `match`. Raises `ValueError`."""
+    from agent.loop.answers import extract_expected  # most runs compare no answers
+
+    column, expected = expected_column(columns), expected_text(columns)
     if expected is None:
-        column = expected_column(columns)
         got = json_type(columns.get(column))
         raise ValueError(f"`{column}` must be text or a number, for check_expected (got {got})")
+    if not (expected if match == "exact" else extract_expected(expected)).strip():
+        excerpt = clip(repr(expected), max_chars=50)
+        raise ValueError(f"`{column}`: {excerpt} has no answer, which check_expected needs")
     return expected

@@ -561,6 +561,22 @@ class TestTarget:
         with pytest.raises(ValueError, match="`target` must be text or a number"):
             rules.read({**row, "target": ["4", "four"]})
 
+    @pytest.mark.parametrize("column", ["expected", "target"])
+    @pytest.mark.parametrize("text", ["", " \n", "12 apples each. ####  ", "\\boxed{ }"])
+    def test_a_row_without_an_answer_is_refused(self, column: str, text: str) -> None:
+        """No conversation could ever pass."""
+        row = {"prompt": "2+2?", column: text}
+        with pytest.raises(ValueError, match=f"`{column}`: .* has no answer, which check_expected"):
+            RowRules(options=AgentOptions(check_expected=True)).read(row)
+        assert RowRules().read(row).spec.expected is None
+
+    def test_an_exact_comparison_takes_any_text_but_blanks(self) -> None:
+        options = AgentOptions(check_expected=True, expected_match="exact")
+        rules = RowRules(options=options)
+        assert rules.read({"prompt": "Underline.", "expected": "####"}).spec.expected == "####"
+        with pytest.raises(ValueError, match="`expected`: '  ' has no answer"):
+            rules.read({"prompt": "Underline.", "expected": "  "})
+
     def test_it_changes_nothing_beside_expected(self) -> None:
         rules = RowRules(options=AgentOptions(check_expected=True))
         row = {"prompt": "2+2?", "expected": "4", "target": "5"}
