@@ -18,6 +18,7 @@ from batch_trajectories.basics.errors import (
 )
 from batch_trajectories.basics.text import first_few, plural
 from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.dataset.kept_dataset import source_name
 from batch_trajectories.dataset.scan import Scan, tasks
 from batch_trajectories.engine.origin import describe_received
 from batch_trajectories.engine.plan import Plan, make_plan, refuse_bad_rows, warn
@@ -237,6 +238,7 @@ def _task_keys(scan: Scan, ids: Collection[str]) -> set[bytes]:
     if missing := sorted(wanted - keys.keys()):
         named = first_few([*map(repr, missing)], _MAX_LISTED_IDS)
         raise ConfigError(
-            f"only: {scan.path} has no task {named}; `open_run(...).tasks()` gives the ids"
+            f"only: {source_name(scan.path)} has no task {named}; `open_run(...).tasks()` gives "
+            "the ids"
         )
     return set(keys.values())

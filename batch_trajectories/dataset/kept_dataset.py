@@ -175,6 +175,12 @@ def snapshot_source(path: Path) -> dict[str, Any] | None:
     )
 
 
+def source_name(path: Path) -> str:
+    """The name that the user gave the dataset of a run; `path` is its file, or our copy of it."""
+    source = snapshot_source(path)
+    return str(path) if source is None else str(source["source"])
+
+
 def move_snapshot(path: Path, directory: Path) -> None:
     """Give a new run in `directory` the dataset of a run that was moved aside.
 

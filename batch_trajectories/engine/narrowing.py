@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.text import plural
 from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.dataset.kept_dataset import source_name
 from batch_trajectories.dataset.scan import Scan, tasks
 from batch_trajectories.dataset.scan_cache import cached_keys
 from batch_trajectories.records.index import Ending, Index
@@ -58,8 +59,8 @@ def refuse_narrowing(
         has_ids = not all(id.startswith("row-") for id in ids)
         possible_edit = "has `id` another name now" if has_ids else "have rows without `id` changed"
         what = (
-            f"{scan.path}: {finished} of this run are not in it (was it cut off or mixed up, or "
-            f"{possible_edit}?)"
+            f"{source_name(scan.path)}: {finished} of this run are not in it (was it cut off or "
+            f"mixed up, or {possible_edit}?)"
         )
         keep = f"restore {plural(len(ids), 'row')}"
     raise ConfigError(

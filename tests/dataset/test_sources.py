@@ -31,7 +31,7 @@ from batch_trajectories.dataset.source import parse_source
 from batch_trajectories.engine.run_dir import find_stale_files
 from tests.fakes.fake_endpoint import FakeEndpoint
 from tests.fakes.fake_hub import REPOSITORY, REVISION, fake_hub
-from tests.helpers.running import SCRIPTED, WRITE_A_NOTE, run, started, wait_until
+from tests.helpers.running import SCRIPTED, WRITE_A_NOTE, lines, run, started, wait_until
 
 ROWS: list[dict[str, Any]] = [
     {"id": "a", "prompt": "What is 2 + 2?", "expected": "4"},
@@ -875,3 +875,19 @@ def test_look_says_that_tools_and_models_of_rows_have_no_part(tmp_path: Path) ->
         "  tools     an array; kept with the record; the model is offered --tools instead" in said
     )
     assert "  model     text; one of --models, without which it means nothing" in said
+
+
+def test_a_refusal_and_a_bad_row_name_the_file_of_the_user_and_not_our_copy(tmp_path: Path) -> None:
+    source = tmp_path / "e.csv"
+    source.write_text("prompt,note\na,1\nb,2\n,3\n")
+    (tmp_path / "turns.yaml").write_text("- content: y\n")
+    options = {**SCRIPTED, "dataset_file": "e.csv", "script_file": "turns.yaml"}
+    assert run(tmp_path, **options).returncode == 0
+    [failure] = lines(tmp_path / "trajectories" / "r" / "failures.jsonl")
+    assert (failure["kind"], failure["file"], failure["line"]) == ("bad_row", "e.csv", 3)
+    source.write_text("prompt,note\na,1\nb,3\n,3\n")
+    for dry in (("--dry_run",), ()):
+        refused = run(tmp_path, *dry, **options)
+        assert refused.returncode == 2
+        assert "trajectories/r: e.csv: 1 of the 2 finished tasks of this run are" in refused.stderr
+        assert "dataset-" not in refused.stderr

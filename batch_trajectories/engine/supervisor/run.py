@@ -177,7 +177,7 @@ def _work(
         progress = _open_progress(stack, plan, run_dir, only, tell)
         _report_damage(stores, run_dir, progress)
         for row in plan.scan.bad_rows:
-            stores.failures.append_bad_row(plan.scan.path, row)
+            stores.failures.append_bad_row(plan.config.dataset_file, row)
         state = _load_state(plan, run_dir, only, stores)
         _show_ended(state, progress)
         is_new = plan.config.batch_api
