@@ -48,9 +48,9 @@ def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
     """
     from batch_trajectories.basics.errors import ConfigError
     from batch_trajectories.config.option_types import parse_columns
+    from batch_trajectories.dataset.arrow_rows import Omissions
     from batch_trajectories.dataset.kept_dataset import (
         ColumnRenamer,
-        describe_left_out,
         rows_of_source,
     )
     from batch_trajectories.dataset.rows_file import load_rows_file
@@ -66,16 +66,12 @@ def look(source: Path, columns: str | None, given: tuple[str, ...]) -> None:
         if source_kind.tasks and kind is None:
             kind = "harbor"
         renaming = ColumnRenamer(names, None if kind is None else load_rows_file(kind))
-        left_out: set[str] = set()
+        left_out = Omissions()
         rows = islice(rows_of_source(source_kind, left_out), _EXAMINED)
         lines = [line for line in map(renaming.line, rows) if line.strip()]
         renaming.check(str(source))
         description = _describe_rows(source, lines, shown=shown, columns=columns, kind=kind)
-        show(
-            "\n".join(
-                [description, *([describe_left_out(str(source), left_out)] if left_out else [])]
-            )
-        )
+        show("\n".join([description, *left_out.describe(str(source))]))
 
 
 def _parse_rows_option(given: tuple[str, ...]) -> tuple[int, str | None]:

@@ -1,10 +1,11 @@
 """Rows of Arrow tables as JSON has them.
 
 Arrow cannot tell an absent value from null, so nulls are absent, in objects at any depth. Dates
-and times are ISO 8601 text, decimals text. Bytes (images, audio) are left out. Values of Arrow's
-type for JSON (`arrow.json`, and Parquet's logical type) are parsed, at any depth: `datasets`
-stores columns of mixed JSON that way. In these, null stays null. If such a text is not JSON, a line
-with the reason stands for the row; the other rows are read.
+and times are ISO 8601 text, decimals text. Bytes (images, audio) are left out, and so are NaN and
+infinite numbers (null in lists); `Omissions` names their columns. Values of Arrow's type for JSON
+(`arrow.json`, and Parquet's logical type) are parsed, at any depth: `datasets` stores columns of
+mixed JSON that way. In these, null stays null. If such a text is not JSON, a line with the reason
+stands for the row; the other rows are read.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import DatasetError
@@ -35,13 +38,36 @@ _READ_BYTES = 1 << 20
 _ABSENT = object()
 
 
+class Omissions(msgspec.Struct):
+    """The columns of a source with values that its rows lack, because JSON cannot hold them."""
+
+    bytes: set[str] = msgspec.field(default_factory=set)
+    """Columns with bytes, or parts of columns, such as `image.bytes`."""
+    numbers: set[str] = msgspec.field(default_factory=set)
+    """Columns with numbers that are NaN or infinite. Their other values are kept."""
+
+    def describe(self, source: str) -> list[str]:
+        """Messages that name the columns of a source; none if nothing was left out."""
+        messages = []
+        if self.bytes:
+            names = ", ".join(sorted(self.bytes))
+            messages.append(f"{source}: left out, because they hold bytes: {names}")
+        if self.numbers:
+            names = ", ".join(sorted(self.numbers))
+            messages.append(
+                f"{source}: NaN and infinite numbers are left out (null in lists), because JSON "
+                f"has none; they are in: {names}"
+            )
+        return messages
+
+
 class _NotJson(str):
     """The reason why a value whose type is JSON cannot be parsed."""
 
     __slots__ = ()
 
 
-def parquet_rows(path: Path, left_out: set[str]) -> Iterator[bytes | dict[str, Any]]:
+def parquet_rows(path: Path, left_out: Omissions) -> Iterator[bytes | dict[str, Any]]:
     """Read the rows of a Parquet file. See `table_rows`. Raises `DatasetError`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -67,12 +93,12 @@ def rows_per_batch(row_bytes: int) -> int:
 
 
 def table_rows(
-    tables: Iterable[pa.Table | pa.RecordBatch], place: str, left_out: set[str]
+    tables: Iterable[pa.Table | pa.RecordBatch], place: str, left_out: Omissions
 ) -> Iterator[bytes | dict[str, Any]]:
     """Yield the rows of tables as JSON objects, or for a damaged row a line with `DAMAGED`.
 
-    Adds the names of columns with bytes to `left_out`. Raises `DatasetError`, which names `place`
-    and the column.
+    Adds the names of columns with values that JSON cannot hold to `left_out`. Raises
+    `DatasetError`, which names `place` and the column.
     """
     schema = None
     names: dict[int, str] = {}
@@ -83,13 +109,12 @@ def table_rows(
             for name in schema.names:
                 if schema.names.count(name) > 1:
                     raise DatasetError(f"{place}: two columns have the name {name!r}")
-            left_out.update(
+            left_out.bytes.update(
                 name for field in schema for name in _byte_columns(field.type, field.name)
             )
             names = {n: field.name for n, field in enumerate(schema) if not _is_bytes(field.type)}
         columns = [
-            _values(table.column(n), f"{place}: column {name!r}", done + 1)
-            for n, name in names.items()
+            _values(table.column(n), name, place, done + 1, left_out) for n, name in names.items()
         ]
         for cells in zip(*columns, strict=True) if columns else [()] * table.num_rows:
             members = {
@@ -134,12 +159,18 @@ def _is_bytes(kind: pa.DataType) -> bool:
     )
 
 
-def _values(column: pa.Array | pa.ChunkedArray, place: str, first: int) -> list[Any]:
+def _values(
+    column: pa.Array | pa.ChunkedArray, name: str, place: str, first: int, left_out: Omissions
+) -> list[Any]:
     """The values of a column; `first` is the number of its first row."""
     read = _json_reader(column.type) or _plain
+    may_have_nan = _may_have_floats(column.type)
     values = []
     try:
         for value in column.to_pylist(maps_as_pydicts="strict"):
+            if may_have_nan and _has_nan(value):
+                left_out.numbers.add(name)
+                may_have_nan = False
             try:
                 values.append(read(value))
             except exact_json.JSONDecodeError as error:
@@ -147,8 +178,35 @@ def _values(column: pa.Array | pa.ChunkedArray, place: str, first: int) -> list[
     except MemoryError:
         raise
     except Exception as error:  # also of the libraries of time zones
-        raise DatasetError(f"{place}, rows from {first}: cannot read it: {error}") from error
+        raise DatasetError(
+            f"{place}: column {name!r}, rows from {first}: cannot read it: {error}"
+        ) from error
     return values
+
+
+def _may_have_floats(kind: pa.DataType) -> bool:
+    """Whether values of a type are floats or contain some."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return _may_have_floats(kind.value_type)
+    if isinstance(kind, pa.BaseExtensionType):
+        return _may_have_floats(kind.storage_type)
+    parts = (kind.field(n).type for n in range(kind.num_fields))
+    return bool(pa.types.is_floating(kind)) or any(map(_may_have_floats, parts))
+
+
+def _has_nan(value: Any) -> bool:
+    """Whether a value is or contains a number that is NaN or infinite."""
+    match value:
+        case float():
+            return not math.isfinite(value)
+        case dict():
+            return any(map(_has_nan, value.values()))
+        case list():
+            return any(map(_has_nan, value))
+        case _:
+            return False
 
 
 def _damaged_line(column: str, why: str) -> bytes:

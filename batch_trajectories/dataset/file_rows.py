@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from batch_trajectories.basics.errors import DatasetError
+from batch_trajectories.dataset.arrow_rows import Omissions
 from batch_trajectories.dataset.lines import MAX_LINE_BYTES, TOO_LONG, refuse_other_kinds
 from batch_trajectories.dataset.source import Compression, SourceFile
 
@@ -38,8 +39,8 @@ _MAX_CSV_CHARS = 64 << 20
 """Limit of a line or a cell. The reader of CSV takes four bytes for each character."""
 
 
-def rows_of_file(file: SourceFile, left_out: set[str]) -> Iterator[Row]:
-    """Read the rows of a file; columns that cannot be read as JSON are added to `left_out`.
+def rows_of_file(file: SourceFile, left_out: Omissions) -> Iterator[Row]:
+    """Read the rows of a file; columns with values that JSON cannot hold are added to `left_out`.
 
     Raises `DatasetError`, which names the file and, if known, the line.
     """

@@ -30,6 +30,7 @@ from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import DatasetError, RunLocked
 from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.basics.validation import did_you_mean
+from batch_trajectories.dataset.arrow_rows import Omissions
 from batch_trajectories.dataset.row import RowRules
 from batch_trajectories.dataset.source import DataSource, download_file, parse_source
 from batch_trajectories.records.files import (
@@ -138,11 +139,11 @@ def take_snapshot(
 
 
 def rows_of_source(
-    source: DataSource, left_out: set[str], revision: str | None = None
+    source: DataSource, left_out: Omissions, revision: str | None = None
 ) -> Iterator[Row]:
     """Read the rows of a source: dicts, or lines of JSON as they are in the file.
 
-    Adds the names of columns that JSON cannot hold to `left_out`.
+    Adds the names of columns with values that JSON cannot hold to `left_out`.
     """
     if source.hub is not None:
         from batch_trajectories.dataset.source import fetch_revision, hub_rows
@@ -161,11 +162,6 @@ def rows_of_source(
         assert source.bucket is not None
         with download_file(source.bucket, stored) as file:
             yield from rows_of_file(file, left_out)
-
-
-def describe_left_out(source: str, left_out: set[str]) -> str:
-    """A message that names the columns of a source that its rows lack."""
-    return f"{source}: left out, because they hold bytes: {', '.join(sorted(left_out))}"
 
 
 def snapshot_source(path: Path) -> dict[str, Any] | None:
@@ -312,7 +308,7 @@ class _Writer:
 
     def _write(self, directory: Path, stem: str) -> DatasetSnapshot:
         """Write the rows, then their description."""
-        left_out: set[str] = set()
+        left_out = Omissions()
         rows = rows_of_source(self._source, left_out, self._revision)
         path, written = self._write_rows(rows, directory, stem)
         if _sizes_and_times(self._source) != self._before:
@@ -324,8 +320,8 @@ class _Writer:
             written[ROW_FILTER_KEY] = self._only.to_json()
         note = self._recipe.describe(self._revision) | written
         replace_json(path.with_suffix(".json"), note)
-        if left_out:
-            self._say(describe_left_out(self._source.name, left_out))
+        for message in left_out.describe(self._source.name):
+            self._say(message)
         return DatasetSnapshot(path, note)
 
     def _write_rows(

@@ -30,7 +30,12 @@ from batch_trajectories.basics.errors import DatasetError, EnvironmentStop, RunE
 from batch_trajectories.basics.exact_json import objects_among
 from batch_trajectories.basics.text import valid_utf8
 from batch_trajectories.basics.validation import UrlPath, path_or_url
-from batch_trajectories.dataset.arrow_rows import BATCH_ROWS, rows_per_batch, table_rows
+from batch_trajectories.dataset.arrow_rows import (
+    BATCH_ROWS,
+    Omissions,
+    rows_per_batch,
+    table_rows,
+)
 
 if TYPE_CHECKING:
     from batch_trajectories.basics.bucket import Bucket, StoredFile
@@ -285,7 +290,7 @@ def fetch_revision(name: HubName) -> str:
     return str(info.sha)
 
 
-def hub_rows(name: HubName, revision: str, left_out: set[str]) -> Iterator[bytes | dict[str, Any]]:
+def hub_rows(name: HubName, revision: str, left_out: Omissions) -> Iterator[bytes | dict[str, Any]]:
     """Stream the rows of one split. See `table_rows`. Raises as `fetch_revision` does."""
     import datasets
 
@@ -304,7 +309,7 @@ def hub_rows(name: HubName, revision: str, left_out: set[str]) -> Iterator[bytes
         raise _hub_error(name.repository, error) from error
 
 
-def saved_rows(path: Path, left_out: set[str]) -> Iterator[bytes | dict[str, Any]]:
+def saved_rows(path: Path, left_out: Omissions) -> Iterator[bytes | dict[str, Any]]:
     """Stream the rows of a directory written by `save_to_disk`. See `table_rows`.
 
     Raises `DatasetError`.

@@ -11,6 +11,7 @@ from batch_trajectories.basics.errors import DatasetError
 from batch_trajectories.basics.event_loop import run_coroutine
 from batch_trajectories.basics.text import plural
 from batch_trajectories.config.run_config import RunConfig
+from batch_trajectories.dataset.arrow_rows import Omissions
 from batch_trajectories.dataset.kept_dataset import ColumnRenamer, rows_of_source
 from batch_trajectories.dataset.lines import columns_in
 from batch_trajectories.dataset.row_conversation import ERROR_COLUMN
@@ -139,7 +140,7 @@ def list_dataset_images(config: RunConfig) -> Iterator[str]:
     renaming = ColumnRenamer(config.columns, None if kind is None else load_rows_file(kind))
     seen: set[str] = set()
     rows = usable = 0
-    for row in rows_of_source(source, set()):
+    for row in rows_of_source(source, Omissions()):
         if not (line := renaming.line(row)).strip():
             continue
         if config.max_samples is not None and usable == config.max_samples:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ConfigError, DatasetError
+from batch_trajectories.dataset.arrow_rows import Omissions
 from batch_trajectories.dataset.kept_dataset import rows_of_source
 from batch_trajectories.dataset.lines import DAMAGED, MAX_LINE_BYTES, TOO_LONG
 from batch_trajectories.dataset.source import DataSource, SourceFile, parse_source
@@ -240,7 +241,7 @@ def _read_source_rows(source: DataSource) -> Iterator[SourceRow | Unreadable]:
     A part of the source that cannot be read ends the rows.
     """
     number = 0
-    left_out: set[str] = set()
+    left_out = Omissions()
     try:
         for number, row in enumerate(rows_of_source(source, left_out), start=1):
             content: Any = row
@@ -255,7 +256,7 @@ def _read_source_rows(source: DataSource) -> Iterator[SourceRow | Unreadable]:
                     yield Unreadable(why, number)
                     continue
             if isinstance(content, Mapping):
-                content = _mark_bytes(content, left_out)
+                content = _mark_bytes(content, left_out.bytes)
                 yield SourceRow(number, content)
             else:
                 why = str(content) if row == TOO_LONG else "not an object"

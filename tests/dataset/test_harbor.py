@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from batch_trajectories.basics.errors import DatasetError
 from batch_trajectories.basics.presets import presets
 from batch_trajectories.config.agents import read_agent
+from batch_trajectories.dataset.arrow_rows import Omissions
 from batch_trajectories.dataset.columns import Executable, RowLimits
 from batch_trajectories.dataset.harbor import HarborTask, tasks_in
 from batch_trajectories.dataset.kept_dataset import rows_of_source, take_snapshot
@@ -635,7 +636,7 @@ class TestDataset:
 
     def test_its_rows_are_the_tasks_by_name(self, tmp_path: Path) -> None:
         source = parse_source(self.write(tmp_path))
-        rows: list[Any] = list(rows_of_source(source, set()))
+        rows: list[Any] = list(rows_of_source(source, Omissions()))
         assert [row["id"] for row in rows] == sorted(row["id"] for row in rows)
         assert len(rows) == 12
         single = parse_source(tmp_path / "tasks" / "good-1")
@@ -652,7 +653,7 @@ class TestDataset:
         (tasks / "a" / "around").symlink_to(tasks)
         write_task(tmp_path / "elsewhere" / "far")
         (tasks / "org" / "zone").symlink_to(tmp_path / "elsewhere")
-        rows: list[Any] = list(rows_of_source(parse_source(tasks), set()))
+        rows: list[Any] = list(rows_of_source(parse_source(tasks), Omissions()))
         found = ["a/b/c/d/deep", "one", "org/one", "org/set/two", "org/zone/far"]
         assert [row["id"] for row in rows] == found
         assert rows[3]["row_error"].startswith("org/set/two/task.toml:3: environment.gpus")

@@ -16,14 +16,18 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
 from batch_runner import main
+from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import DatasetError, RunLocked
 from batch_trajectories.dataset import file_rows
+from batch_trajectories.dataset.arrow_rows import Omissions, table_rows
 from batch_trajectories.dataset.kept_dataset import DatasetSnapshot, rows_of_source, take_snapshot
 from batch_trajectories.dataset.lines import TOO_LONG, columns_in
 from batch_trajectories.dataset.row import RowRules
@@ -106,7 +110,7 @@ every_source = pytest.mark.parametrize("name", SOURCES)
 
 def read(path: Path) -> list[Any]:
     """The rows of a source, read."""
-    rows = rows_of_source(parse_source(path), set())
+    rows = rows_of_source(parse_source(path), Omissions())
     return [json.loads(row) if isinstance(row, bytes) else row for row in rows]
 
 
@@ -202,7 +206,7 @@ def test_a_row_with_torn_json_is_named_and_the_others_are_read(tmp_path: Path) -
     """As a torn line of JSONL is: the row keeps its position."""
     column = pa.ExtensionArray.from_storage(pa.json_(), pa.array(['{"a": 1}', "{", "7"]))
     pq.write_table(pa.table({"files": column}), tmp_path / "p.parquet")
-    first, torn, last = rows_of_source(parse_source(tmp_path / "p.parquet"), set())
+    first, torn, last = rows_of_source(parse_source(tmp_path / "p.parquet"), Omissions())
     assert (first, last) == ({"files": {"a": 1}}, {"files": 7})
     assert isinstance(torn, bytes)
     with pytest.raises(ValueError, match="column 'files': its type is JSON, but its text is not"):
@@ -236,7 +240,7 @@ def test_a_json_list_is_read_across_the_borders_of_blocks(
 
 def test_a_json_list_keeps_long_integers_and_elements_that_are_not_rows(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text('[{"n": 123456789012345678901234567890}, 12, "x", []]')
-    rows = list(rows_of_source(parse_source(tmp_path / "p.json"), set()))
+    rows = list(rows_of_source(parse_source(tmp_path / "p.json"), Omissions()))
     assert rows == [b'{"n": 123456789012345678901234567890}', b"12", b'"x"', b"[]"]
 
 
@@ -325,7 +329,7 @@ def test_a_line_that_is_too_long_is_one_bad_row_and_not_held(
             stream.write(b"a" * (1 << 20))
         stream.write(b'"}' + ends)
     tracemalloc.start()
-    rows = list(rows_of_source(parse_source(path), set()))
+    rows = list(rows_of_source(parse_source(path), Omissions()))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert rows == [b'{"prompt": "a"}', TOO_LONG, *([b'{"prompt": "b"}'] if ends[1:] else [])]
@@ -343,7 +347,7 @@ def test_a_line_may_be_as_long_as_its_limit_says(
     line = json.dumps({"prompt": "a" * 4}).replace("aaaa", "a" * (size - 16)).encode() + b"\n"
     assert len(line) == size - 1
     path.write_bytes(gzip.compress(line + b"\n" + line))
-    rows = list(rows_of_source(parse_source(path), set()))
+    rows = list(rows_of_source(parse_source(path), Omissions()))
     assert rows == [line.rstrip(), b"", line.rstrip()]
 
 
@@ -478,7 +482,51 @@ def test_maps_become_objects(tmp_path: Path) -> None:
     assert [row["m"] for row in read(tmp_path / "p.parquet")] == [{}, {"1": "x"}]
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("number", pa.array([1.5, float("nan")])),
+        ("half", pa.array([1.5, float("-inf")], pa.float16())),
+        ("list", pa.array([[1.0, float("inf")], None])),
+        ("object", pa.array([{"a": [{"b": float("nan")}]}, None])),
+        ("map", pa.array([[("a", float("nan"))], None], pa.map_(pa.string(), pa.float64()))),
+        ("dictionary", pa.array([1.5, float("nan")]).dictionary_encode()),
+        ("repeated", pc.run_end_encode(pa.array([1.5, float("nan")]))),
+        ("tensor", pa.FixedShapeTensorArray.from_numpy_ndarray(numpy.array([[numpy.inf], [1]]))),
+    ],
+)
+def test_columns_with_numbers_that_json_lacks_are_named(name: str, values: pa.Array) -> None:
+    table = pa.table({name: values, "other": [1.5, None], "text": ["nan", "inf"]})
+    left_out = Omissions()
+    rows: list[Any] = list(table_rows([table], "p", left_out))
+    assert left_out.numbers == {name}
+    assert "NaN" not in json.dumps(rows)
+    assert [row["text"] for row in rows] == ["nan", "inf"]
+    exact_json.dumps(rows)
+
+
 class TestKeeping:
+    def test_numbers_that_json_lacks_are_named_by_the_start_and_look(self, tmp_path: Path) -> None:
+        table = {
+            "prompt": ["1 + 1", "2 + 2", "3 + 3"],
+            "x": [1.5, float("nan"), float("inf")],
+            "v": [[1.0, float("nan")], [float("inf")], [2.0]],
+        }
+        pq.write_table(pa.table(table), tmp_path / "p.parquet")
+        said: list[str] = []
+        for writes in (False, True):
+            kept = keep(tmp_path / "p.parquet", tmp_path / "run", say=said.append, writes=writes)
+            assert kept.path.read_bytes().split(b"\n")[:2] == [
+                b'{"prompt":"1 + 1","x":1.5,"v":[1.0,null]}',
+                b'{"prompt":"2 + 2","v":[null]}',
+            ]
+        message = (
+            f"{tmp_path / 'p.parquet'}: NaN and infinite numbers are left out (null in lists), "
+            "because JSON has none; they are in: v, x"
+        )
+        assert said == [message] * 2
+        assert message in CliRunner().invoke(main, ["look", str(tmp_path / "p.parquet")]).output
+
     def test_columns_of_bytes_are_named(self, tmp_path: Path) -> None:
         picture = {"bytes": b"x", "path": "a.png"}
         table = pa.table(

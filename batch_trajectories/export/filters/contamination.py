@@ -14,6 +14,7 @@ import orjson
 
 from batch_trajectories.basics.console import LongWork
 from batch_trajectories.basics.errors import ConfigError, DatasetError, missing_extra
+from batch_trajectories.dataset.arrow_rows import Omissions
 from batch_trajectories.dataset.kept_dataset import rows_of_source
 from batch_trajectories.dataset.lines import TOO_LONG
 from batch_trajectories.dataset.source import HUB_PREFIX, DataSource, is_row_file, parse_source
@@ -84,7 +85,7 @@ class Benchmark:
                     text = self._decode(instruction.read_bytes(), number)
                 yield number, {"id": task.id, "instruction": text}
             return
-        for number, row in enumerate(rows_of_source(source, set(), self.revision), start=1):
+        for number, row in enumerate(rows_of_source(source, Omissions(), self.revision), start=1):
             if isinstance(row, bytes):
                 row = self._parse(row, number)
             yield number, row if isinstance(row, dict) else {"text": row}
