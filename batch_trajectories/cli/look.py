@@ -29,6 +29,8 @@ _ROW_CHARS = 1500
 _DEFAULT_ROWS = 2
 """Number of rows to print."""
 _MAX_LISTED_REASONS = 20
+_KEPT = "kept with the record"
+"""The use of a column that has no meaning for a run."""
 
 
 @click.command()
@@ -98,8 +100,9 @@ class _Findings:
     """The reasons why rows cannot be used."""
     first_places: dict[str, str] = field(default_factory=dict)
     """The first place in a task directory for each reason."""
-    prompt_columns: Counter[str] = field(default_factory=Counter)
-    """Columns that seem to be the prompt under another name."""
+    proposed: dict[str, Counter[str]] = field(default_factory=dict)
+    """Columns that seem to be the prompt or the expected answer under another name, by the name
+    that they should have."""
     beside_prompt: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Pairs of the column of the prompt and one that may belong to it."""
     repeated_keys: list[str] = field(default_factory=list)
@@ -112,7 +115,8 @@ class _Findings:
         from batch_trajectories.dataset.row_conversation import (
             json_type,
             other_prompt_columns,
-            usual_prompt,
+            propose_expected,
+            propose_prompt,
         )
 
         self.rows += 1
@@ -126,9 +130,12 @@ class _Findings:
         self._try_to_use(row)
         if (key := exact_json.repeated_key_path(line)) is not None:
             self.repeated_keys.append(f"row {self.rows}, `{key}`")
-        prompt = "prompt" if "prompt" in row else usual_prompt(row)
-        if prompt and prompt != "prompt":
-            self.prompt_columns[prompt] += 1
+        renaming = propose_prompt(row)
+        prompt = "prompt" if "prompt" in row else renaming.get("prompt")
+        if self.kind is None:
+            renaming |= propose_expected(row)
+        for new, old in renaming.items():
+            self.proposed.setdefault(new, Counter())[old] += 1
         if prompt and self.kind is None:
             self.beside_prompt.update((prompt, name) for name in other_prompt_columns(row, prompt))
         return row
@@ -176,6 +183,9 @@ class _Findings:
             rows = types.total()
             share = "" if rows == self.rows else f" in {plural(rows, 'row')}"
             use = _describe_use(name, self.types)
+            plain = name.strip().casefold()
+            if plain not in self.types and use == _KEPT != _describe_use(plain, self.types):
+                use += f"; named `{plain}`, it would be: {_describe_use(plain, self.types)}"
             yield f"  {name:<{width}}  {' or '.join(types)}{share}; {use}"
 
     def describe_problems(self) -> Iterator[str]:
@@ -192,8 +202,9 @@ class _Findings:
             )
 
     def describe_questions(self) -> Iterator[str]:
-        """A line for each column that may belong to the prompt."""
+        """A line for each column that may belong to the prompt or be the expected answer."""
         from batch_trajectories.basics.text import plural
+        from batch_trajectories.records.checks import EXPECTED
 
         for (prompt, name), count in self.beside_prompt.items():
             template = f"{{{{{prompt}}}}}\\n\\n{{{{{name}}}}}"
@@ -202,11 +213,20 @@ class _Findings:
                 f"({plural(count, 'row')}). A rows file puts both together (--rows=FILE, "
                 f'docs/data.md): prompt: "{template}"'
             )
+        for name in self.proposed.get(EXPECTED, ()):
+            yield (
+                f"Is `{name}` the right answer? As the column `{EXPECTED}`, answers are compared "
+                "with it (--check_expected)"
+            )
 
     def suggest_command(self, source: Path, columns: str | None) -> Iterator[str]:
         """The options of a run with these rows; none if no row can be used."""
-        if self.prompt_columns and not columns:
-            columns = f"prompt={self.prompt_columns.most_common(1)[0][0]}"
+        from batch_trajectories.dataset.row_conversation import CHAT_COLUMNS, columns_option
+
+        has_prompt = self.usable or self.proposed.keys() & {"prompt", *CHAT_COLUMNS}
+        if self.proposed and has_prompt and not columns:
+            best = {new: old.most_common(1)[0][0] for new, old in self.proposed.items()}
+            columns = columns_option(best)
         elif not self.usable:
             return
         options = {
@@ -271,7 +291,7 @@ def _describe_use(name: str, columns: dict[str, Any]) -> str:
     from batch_trajectories.dataset.scan import ID_COLUMNS, TELLTALE_COLUMNS
     from batch_trajectories.records.checks import expected_column
 
-    own_id = next((column for column in ID_COLUMNS if column in columns), None)
+    own_id = next((column for column in ID_COLUMNS if column in {*columns, name}), None)
     if name == "prompt":
         return "the prompt"
     if name in CHAT_COLUMNS and "prompt" not in columns:
@@ -297,4 +317,4 @@ def _describe_use(name: str, columns: dict[str, Any]) -> str:
             column_names(HistoryColumns), "the history that stays, with --workspace=image"
         ),
     }
-    return uses.get(name, "kept with the record")
+    return uses.get(name, _KEPT)

@@ -6,6 +6,7 @@ anything in columns that the run does not use.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from agent.options import AgentOptions, Match, SimulatedUser
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.text import clip
 from batch_trajectories.basics.validation import mistakes_in
-from batch_trajectories.records.checks import expected_column, expected_text
+from batch_trajectories.records.checks import EXPECTED, expected_column, expected_text
 
 CHAT_COLUMNS = ("messages", "conversations")
 """Columns with a conversation instead of a `prompt`, as a list of messages or as its JSON text; the
@@ -51,6 +52,18 @@ USUAL_PROMPTS = (
     "user_prompt",
 )
 """Usual names of the column with the prompt, the likeliest first."""
+
+USUAL_EXPECTED = (
+    "answer",
+    "final_answer",
+    "expected_answer",
+    "correct_answer",
+    "reference_answer",
+    "gold_answer",
+    "ground_truth",
+    "answerkey",
+)
+"""Usual names of the column with the expected answer, the likeliest first, in lower case."""
 
 USUAL_BESIDE = frozenset(
     {
@@ -130,8 +143,9 @@ def opening_messages(columns: Mapping[str, Any], system_prompt: str | None) -> l
             raise ValueError(error)
         names = ", ".join(sorted(columns)[:8]) or "none"
         msg = f"no `prompt` field (fields: {names})"
-        if usual := usual_prompt(columns):
-            msg += f"; to take `{usual}` give --columns prompt={usual}"
+        if renaming := propose_prompt(columns):
+            [usual] = renaming.values()
+            msg += f"; to take `{usual}` give --columns {shlex.quote(columns_option(renaming))}"
         raise ValueError(msg)
     _check_chat(messages)
     if system_prompt and messages[0]["role"] != "system":
@@ -139,9 +153,46 @@ def opening_messages(columns: Mapping[str, Any], system_prompt: str | None) -> l
     return messages
 
 
-def usual_prompt(columns: Mapping[str, Any]) -> str | None:
-    """The column that is likely to hold the prompt, by its name; None if there is none."""
-    return next((name for name in USUAL_PROMPTS if _may_be_prompt(columns.get(name))), None)
+def propose_prompt(columns: Mapping[str, Any]) -> dict[str, str]:
+    """The column that is likely to hold the prompt, {new name: old}; {} if there is none.
+
+    Its name is a usual one, or differs from one with a meaning only by blanks and capitals. A row
+    that has a prompt, or a conversation in its place, needs none.
+    """
+    if "prompt" in columns or chat_column(columns) in CHAT_COLUMNS:
+        return {}
+    for name in ("prompt", *CHAT_COLUMNS):
+        found = _find_similar(name, columns)
+        if found not in (None, name) and _may_be_prompt(columns[found]):
+            return {name: found}
+    similar = (_find_similar(name, columns) for name in USUAL_PROMPTS)
+    found = next((name for name in similar if name and _may_be_prompt(columns[name])), None)
+    return {} if found is None else {"prompt": found}
+
+
+def propose_expected(columns: Mapping[str, Any]) -> dict[str, str]:
+    """The column that is likely to hold the expected answer, as `propose_prompt` gives it."""
+    if columns.get(expected_column(columns)) is not None:
+        return {}
+    for name in (EXPECTED, "target", *USUAL_EXPECTED):
+        found = _find_similar(name, columns)
+        if found and (expected_text({EXPECTED: columns[found]}) or "").strip():
+            return {EXPECTED: found}
+    return {}
+
+
+def _find_similar(name: str, columns: Mapping[str, Any]) -> str | None:
+    """The column with this name, in any case and with blanks around it; None if none has it."""
+    if name in columns:
+        return name
+    return next((column for column in columns if column.strip().casefold() == name), None)
+
+
+def columns_option(names: Mapping[str, str]) -> str:
+    """The value of --columns that gives columns new names, {new: old}."""
+    if any(old != old.strip() or {*old} & {*",="} for old in names.values()):
+        return exact_json.dumps(dict(names)).decode()
+    return ",".join(f"{new}={old}" for new, old in names.items())
 
 
 def _may_be_prompt(value: Any) -> bool:

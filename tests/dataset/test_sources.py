@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import re
+import shlex
 import signal
 import tempfile
 import tracemalloc
@@ -841,13 +842,60 @@ def test_look_shows_columns_and_proposes_the_prompt(tmp_path: Path) -> None:
     shown = CliRunner().invoke(main, ["look", str(tmp_path / "p.csv")])
     assert shown.exit_code == 0, shown.output
     assert "0 of 1 row can be used" in shown.output
-    assert f"--dataset_file={tmp_path / 'p.csv'} --columns=prompt=problem\n" in shown.output
+    proposed = f"--dataset_file={tmp_path / 'p.csv'} --columns=prompt=problem,expected=answer\n"
+    assert proposed in shown.output
+    assert "Is `answer` the right answer? As the column `expected`, answers are compared" in (
+        shown.output
+    )
     renamed = CliRunner().invoke(
         main, ["look", str(tmp_path / "p.csv"), "--columns=prompt=problem,expected=answer"]
     )
     assert "1 of 1 row can be used" in renamed.output
     assert '{"prompt":"What is 2 + 2?","expected":"4"}' in renamed.output
     assert "p.csv --columns=prompt=problem,expected=answer\n" in renamed.output
+
+
+@pytest.mark.parametrize(
+    ("row", "option"),
+    [
+        ({"Prompt": "a"}, "prompt=Prompt"),
+        ({" prompt ": "a"}, '{"prompt":" prompt "}'),
+        ({"pro,mpt": "a", "PROMPT": "a"}, "prompt=PROMPT"),
+        ({"Question": "a", "Answer": 4}, "prompt=Question,expected=Answer"),
+        ({" question": "a", "target ": "b"}, '{"prompt":" question","expected":"target "}'),
+        ({"Messages": [{"role": "user", "content": "a"}]}, "messages=Messages"),
+        ({"prompt": "a", "answer": "b", "expected": None}, "expected=answer"),
+        ({"prompt": "a", "answer": " ", "ground_truth": "b"}, "expected=ground_truth"),
+        ({"prompt": "a", "answer": ["b"]}, None),
+        ({"prompt": "a", "answer": "b", "target": "c"}, None),
+        ({"messages": [{"role": "user", "content": "a"}], "task": "b"}, None),
+    ],
+)
+def test_look_proposes_columns_whose_names_are_nearly_right(
+    tmp_path: Path, row: dict[str, Any], option: str | None
+) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    said = run(tmp_path, "look", "p.jsonl").stdout
+    flag = "" if option is None else f" --columns={shlex.quote(option)}"
+    assert said.endswith(f"To run it: --dataset_file=p.jsonl{flag}\n")
+    if option is not None:
+        renamed = run(tmp_path, "look", "p.jsonl", f"--columns={option}").stdout
+        assert "p.jsonl: 1 of 1 row can be used" in renamed
+        assert "Is `" not in renamed
+
+
+def test_a_prompt_whose_name_is_nearly_right_is_proposed_by_the_start(tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_text(" prompt ,id\na,1\n")
+    refused = run(tmp_path, "--dry_run", **{**SCRIPTED, "dataset_file": "p.csv"})
+    assert refused.returncode == 2
+    assert 'to take ` prompt ` give --columns \'{"prompt":" prompt "}\'' in refused.stderr
+
+
+def test_look_says_what_a_column_would_be_under_its_right_name(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a", " ID": 1, "Note": 2}) + "\n")
+    said = run(tmp_path, "look", "p.jsonl").stdout
+    assert "; kept with the record; named `id`, it would be: the id of the row\n" in said
+    assert "Note    a number; kept with the record\n" in said
 
 
 def test_look_names_rows_that_a_run_refuses(tmp_path: Path) -> None:
