@@ -14,6 +14,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
 
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.errors import ToolError
@@ -152,10 +153,11 @@ def tool(
     """Make a `Tool` from a typed function.
 
     A first parameter annotated as `ToolContext` gets the context of the task. The other parameters
-    become the schema; `Annotated[T, Field(description=...)]` or an "Args:" section of the docstring
-    describes them. The docstring's text before that section describes the tool. The function
-    returns a string, a `ToolResult`, or any value that JSON can express. A tool without effects is
-    idempotent. Raises `TypeError` if the function cannot be described.
+    become the schema; `Annotated[T, "TEXT"]`, `Annotated[T, Field(description="TEXT")]` or an
+    "Args:" section of the docstring describes them. A default that is no JSON is not in the schema.
+    The docstring's text before that section describes the tool. The function returns a string, a
+    `ToolResult`, or any value that JSON can express. A tool without effects is idempotent. Raises
+    `TypeError` if the function cannot be described.
     """
 
     def build(function: F) -> Tool:
@@ -262,7 +264,7 @@ def arguments_model(
     fields: dict[str, Any] = {}
     for name, hint in hints.items():
         default = parameters[name].default
-        own = FieldInfo.from_annotation(hint).description or getattr(default, "description", None)
+        own = _description_in(hint) or getattr(default, "description", None)
         field = Field(alias=name, description=own or descriptions.get(name))
         missing = default is inspect.Parameter.empty
         fields[PREFIX + name] = (Annotated[hint, field], ... if missing else default)
@@ -275,9 +277,23 @@ def arguments_model(
 def make_schema(model: type[BaseModel], tool_name: str) -> dict[str, Any]:
     """Return the JSON Schema of a model of arguments; raises `TypeError` if it has none."""
     try:
-        return _remove_titles(model.model_json_schema(by_alias=True))
+        schema = model.model_json_schema(by_alias=True, schema_generator=_SchemaGenerator)
+        return _remove_titles(schema)
     except PydanticUserError as error:
         raise TypeError(f"tool {tool_name}: {error.message.splitlines()[0]}") from error
+
+
+def _description_in(hint: Any) -> str | None:
+    """The description of a parameter in its hint: that of a `Field`, else a text in `Annotated`."""
+    if (described := FieldInfo.from_annotation(hint).description) is not None:
+        return described
+    return next((mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, str)), None)
+
+
+class _SchemaGenerator(GenerateJsonSchema):
+    """Leaves out a default that is no JSON without a warning: its parameter stays optional."""
+
+    ignored_warning_kinds = GenerateJsonSchema.ignored_warning_kinds | {"non-serializable-default"}
 
 
 def _hints(function: Callable[..., Any], tool_name: str) -> dict[str, Any]:

@@ -54,6 +54,41 @@ def test_arguments_are_converted_and_defaults_filled_in() -> None:
     assert parsed == {"text": "é", "title": "", "times": 3, "point": Point(x=1)}
 
 
+def test_a_text_in_the_hint_describes_a_parameter() -> None:
+    @tool()
+    def add(
+        one: Annotated[int, "The number."],
+        two: Annotated[int, 2, "The other.", Field(ge=0)] = 0,
+        three: Annotated[int, "Not this.", Field(description="A third.")] = 0,
+        four: int = 0,
+    ) -> int:
+        """Add numbers.
+
+        Args:
+            one: Not this.
+            four: A fourth.
+        """
+        return one + two + three + four
+
+    properties = add.parameters["properties"]
+    described = [properties[name]["description"] for name in ("one", "two", "three", "four")]
+    assert described == ["The number.", "The other.", "A third.", "A fourth."]
+    assert properties["two"]["minimum"] == 0
+
+
+def test_a_default_that_is_no_json_is_left_out_without_a_warning() -> None:
+    nothing = object()
+
+    @tool()
+    def find(text: str, limit: int = nothing) -> str:  # type: ignore[assignment]
+        """Find a text."""
+        return str(limit is nothing)
+
+    assert find.parameters["properties"]["limit"] == {"type": "integer"}
+    assert find.parameters["required"] == ["text"]
+    assert find.parse_arguments('{"text": "a"}')["limit"] is nothing
+
+
 @pytest.mark.parametrize("blank", ["", "  \n", "{}"])
 def test_blank_arguments_mean_none(blank: str) -> None:
     @tool()
