@@ -44,7 +44,7 @@ from batch_trajectories.engine.executor_choice import check_executor
 from batch_trajectories.engine.features import find_feature
 from batch_trajectories.engine.file_systems import find_network_type
 from batch_trajectories.engine.run_dir import (
-    check_training_file,
+    check_paths,
     prepare_directory,
     restore_first_defaults,
 )
@@ -93,7 +93,7 @@ def make_plan(
     Writes nothing but a dataset that is not JSONL, as JSONL; without `writes` not even that (see
     `take_snapshot`). Raises `ConfigError`, `DatasetError`, or what `take_snapshot` raises.
     """
-    check_training_file(config)
+    check_paths(config)
     if not fresh:
         config = restore_first_defaults(config)
     try:

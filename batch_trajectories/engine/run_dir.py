@@ -203,8 +203,11 @@ def _read_holder(fd: int) -> dict[str, Any]:
 # The contents of the directory before a start: other files, leftovers of a crash, an earlier run.
 
 
-def check_training_file(config: RunConfig) -> None:
-    """Raise `ConfigError` if the exports could not be written, or would overwrite the dataset."""
+def check_paths(config: RunConfig) -> None:
+    """Check that the run directory and the exports can be there and overwrite no dataset.
+
+    Raises `ConfigError`.
+    """
     training = training_path(config.run_dir)
     try:
         longest_temporary_path(training).exists()
@@ -214,6 +217,13 @@ def check_training_file(config: RunConfig) -> None:
         raise ConfigError(
             f"{training}: {error.strerror}; choose a shorter --run_name or --output_dir"
         ) from error
+    places = (config.run_dir, *config.run_dir.parents)
+    nearest = next(filter(os.path.lexists, places), None)
+    if nearest is not None and not nearest.is_dir():
+        raise ConfigError(
+            f"{config.run_dir}: cannot use this run directory: {nearest} is not a directory; "
+            "choose another place by --output_dir"
+        )
     if is_training_file(config.dataset_file, config.run_dir):
         raise ConfigError(
             f"{config.dataset_file}: the training file of this run would overwrite this dataset; "

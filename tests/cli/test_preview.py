@@ -231,6 +231,15 @@ class TestDryRun:
             assert refused.returncode == 2
             assert "temperature: the run has None, now 0.5" in refused.stderr
 
+    def test_it_refuses_a_place_that_is_no_directory(self, tmp_path: Path) -> None:
+        (tmp_path / "p.json").write_text(json.dumps(ROWS))
+        write_rows(tmp_path / "p.jsonl", *ROWS)
+        for dataset in ("p.json", "p.jsonl"):
+            options = {**SCRIPTED, "dataset_file": dataset, "output_dir": "p.jsonl"}
+            refused = run(tmp_path, "--dry_run", **options)
+            assert refused.returncode == 2
+            assert "p.jsonl/r: cannot use this run directory: p.jsonl is not a" in refused.stderr
+
     def test_it_shows_the_first_prompt_as_the_model_gets_it(self, tmp_path: Path) -> None:
         turns = ("user", "first"), ("assistant", "no"), ("user", "second"), ("user", "third")
         row = {

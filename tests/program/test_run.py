@@ -732,7 +732,10 @@ BAD_INPUT: list[tuple[dict[str, object], str]] = [
     ({"enabled_toolsets": "file,flight"}, "unknown toolset 'flight'; known: browser, file, "),
     ({"model": "foo:bar"}, "unknown prefix 'foo'. Known: anthropic, "),
     ({"model": "anthropic:m"}, "set the environment variable ANTHROPIC_API_KEY"),
-    ({"output_dir": "p.jsonl"}, "cannot use this run directory"),
+    ({"output_dir": "p.jsonl"}, "p.jsonl/r: cannot use this run directory: p.jsonl is not a dir"),
+    ({"output_dir": "p.jsonl/a/b"}, "cannot use this run directory: p.jsonl is not a directory; "),
+    ({"output_dir": "/dev/null"}, "cannot use this run directory: /dev/null is not a directory; "),
+    ({"run_name": "file"}, "cannot use this run directory: trajectories/file is not a directory; "),
     ({"run_name": "a/b"}, "must be letters, digits"),
     ({"run_name": "../up"}, "must be letters, digits"),
     ({"run_name": ""}, "must be letters, digits"),
@@ -756,6 +759,8 @@ def test_bad_input_gets_a_clear_line_and_exit_code_2(
     monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
     write_rows(tmp_path / "p.jsonl", {"prompt": "x", "script": [{"content": "y"}]})
     (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "file").touch()
     (tmp_path / "mixed.jsonl").write_text((tmp_path / "p.jsonl").read_text() + "{\n")
     (tmp_path / "bad.yaml").write_text("max_turn: 3\n")
     done = run(tmp_path, **{**RUN, "model": "scripted", **change})
