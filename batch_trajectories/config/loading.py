@@ -29,6 +29,11 @@ from batch_trajectories.dataset.source import HUB_PREFIX
 _INPUT_PATHS = ("dataset_file", "script_file", "prefill_messages")
 """Paths that a config file gives relative to itself."""
 
+ONLY_FLAGS = frozenset(
+    {"config", "fresh", "accept_config_change", "dry_run", "pilot", "help", "help_all"}
+)
+"""Options of `run` and `estimate` that are about one start, so that no config file has them."""
+
 
 def load_config(config_file: Path | None, flags: Mapping[str, Any]) -> RunConfig:
     """Read `config_file` (YAML, or a preset's name), override it by the flags that are not None,
@@ -149,6 +154,8 @@ def _explain(mistake: Mistake, config_file: Path | None, flags: Mapping[str, Any
         place += f", in {'.'.join(inside)}"
     elif mistake.kind == "missing":
         return f"--{key} is missing: {RunConfig.model_fields[key].description}"
+    elif mistake.kind == UNKNOWN_KEY and key in ONLY_FLAGS:
+        return f"{place}: only on the command line: --{key}"
     elif mistake.kind == UNKNOWN_KEY:
         why = describe_unknown(key, RunConfig.model_fields, "see --help for the known ones")
         return f"{place}: {why}"

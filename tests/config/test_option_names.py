@@ -13,13 +13,14 @@ from agent.options import AgentOptions, row_options
 from batch_runner import main
 from batch_trajectories.basics.errors import ConfigError
 from batch_trajectories.basics.option_names import FIXED, FORMER, describe_unknown, rename_former
+from batch_trajectories.cli.run import estimate, run
 from batch_trajectories.config.fingerprint import (
     data_options,
     fill_defaults,
     stored_meaning,
     update_names,
 )
-from batch_trajectories.config.loading import load_config
+from batch_trajectories.config.loading import ONLY_FLAGS, load_config
 from batch_trajectories.config.run_config import RunConfig
 from run_agent import AIAgent
 
@@ -49,6 +50,25 @@ def test_a_name_that_is_gone_is_refused_with_what_to_do(tmp_path: Path, name: st
         with pytest.raises(ConfigError) as raised:
             load_config(file, {**FLAGS, **flags})
         assert str(raised.value) == f"{place}: no longer an option; {FORMER[name].advice}"
+
+
+def test_a_config_file_is_told_which_options_are_only_flags(tmp_path: Path) -> None:
+    """They are about one start: all options of the commands that no config has."""
+    own = {
+        name.removeprefix("--")
+        for command in (run, estimate)
+        for param in command.params
+        if param.name not in {*RunConfig.model_fields, *FORMER}
+        for name in param.opts
+    }
+    assert own <= ONLY_FLAGS
+    assert ONLY_FLAGS - own == {"help"}
+    for written, name in (("fresh", "fresh"), ("dry-run", "dry_run"), ("pilot", "pilot")):
+        (tmp_path / "run.yaml").write_text(f"max_turns: 3\n{written}: true\n")
+        with pytest.raises(ConfigError) as raised:
+            load_config(tmp_path / "run.yaml", FLAGS)
+        place = f"{tmp_path / 'run.yaml'}:2: {name}"
+        assert str(raised.value) == f"{place}: only on the command line: --{name}"
 
 
 def test_rows_and_python_are_told_too() -> None:
