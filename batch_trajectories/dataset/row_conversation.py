@@ -226,6 +226,16 @@ def count_unused_turns(columns: Mapping[str, Any]) -> int:
     return max(0, roles.count("user") - 1)
 
 
+def is_chat_as_text(prompt: Any) -> bool:
+    """Whether a prompt is the JSON text of chat messages, which is sent as it is."""
+    if not isinstance(prompt, str) or not prompt.lstrip().startswith("["):
+        return False
+    try:
+        return _may_be_prompt(read_chat({"prompt": prompt}, "prompt"))
+    except ValueError:
+        return False
+
+
 def defines_tools(value: Any) -> bool:
     """Whether the value of one of `TOOL_COLUMNS` is definitions of tools, or their JSON text."""
     if isinstance(value, str):

@@ -33,6 +33,7 @@ from batch_trajectories.dataset.row_conversation import (
     count_unused_turns,
     defines_tools,
     flatten_prompt,
+    is_chat_as_text,
 )
 from batch_trajectories.dataset.shards import Shard
 from batch_trajectories.records.checks import EXPECTED
@@ -50,6 +51,9 @@ UNUSED_TURNS = "unused_turns"
 """The key of a scan's `asked`: how many rows have messages of the user that are not sent. The keys
 `unused_turns.all` and `unused_turns.line` have the number of these messages and the line of the
 first such row."""
+
+CHATS_AS_TEXT = "prompt"
+"""The key of a scan's `asked`: how many rows have the JSON text of chat messages as `prompt`."""
 
 ID_COLUMNS = ("id", "task_id", "instance_id")
 
@@ -102,7 +106,7 @@ class Scan(msgspec.Struct, frozen=True):
     """Demands of rows that the run may refuse; see `row_workspace.count_requests`. `expected`:
     number of usable rows with this column whose answers are not compared with it. `model`: number
     of those with this column in a run of one model. `TOOL_COLUMNS`: number of those that define
-    tools in each. See also `UNUSED_TURNS` and `PROGRAMS`."""
+    tools in each. See also `UNUSED_TURNS`, `CHATS_AS_TEXT` and `PROGRAMS`."""
     keys: bytes
     """The keys of all tasks, 16 bytes each; samples of a prompt are adjacent."""
 
@@ -210,6 +214,8 @@ def _count_demands(asked: dict[str, int], row: Row, rules: RowRules) -> None:
     for name in TOOL_COLUMNS:
         if name in columns and defines_tools(columns[name]):
             asked[name] = asked.get(name, 0) + 1
+    if is_chat_as_text(columns.get("prompt")):
+        asked[CHATS_AS_TEXT] = asked.get(CHATS_AS_TEXT, 0) + 1
     if unused := count_unused_turns(columns):
         asked.setdefault(f"{UNUSED_TURNS}.line", row.line)
         asked[UNUSED_TURNS] = asked.get(UNUSED_TURNS, 0) + 1

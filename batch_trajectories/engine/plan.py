@@ -37,7 +37,7 @@ from batch_trajectories.dataset.kept_dataset import (
 )
 from batch_trajectories.dataset.row import MODEL_COLUMN, RowRules
 from batch_trajectories.dataset.row_conversation import TOOL_COLUMNS
-from batch_trajectories.dataset.scan import PROGRAMS, SETUP, UNUSED_TURNS, Scan
+from batch_trajectories.dataset.scan import CHATS_AS_TEXT, PROGRAMS, SETUP, UNUSED_TURNS, Scan
 from batch_trajectories.dataset.scan_cache import cached_scan
 from batch_trajectories.dataset.shards import parse_shard
 from batch_trajectories.engine.executor_choice import check_executor
@@ -456,6 +456,11 @@ def _ignored_columns(plan: Plan) -> Iterator[str]:
             f"{plural(rows, 'row')} with further messages of the user, {turns:,} in all, which are "
             f"not sent (the first: {number} {line:,}): the model answers only the first message; "
             "to send a history, give `prompt` as a list; to send them one by one, `user_turns`"
+        )
+    if rows := asked.get(CHATS_AS_TEXT, 0):
+        yield (
+            f"{plural(rows, 'row')} whose `prompt` is the JSON text of chat messages, which is "
+            "sent as it is; as the column `messages` it is read (--columns=messages=COLUMN)"
         )
     for name in TOOL_COLUMNS:
         if rows := asked.get(name, 0):

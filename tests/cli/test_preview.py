@@ -313,6 +313,17 @@ class TestDryRun:
         renamed = run(tmp_path, "--dry_run", "--columns=note=id", **dataset)
         assert "first: row 2)" in renamed.stderr, "the lines are those of a copy"
 
+    def test_a_start_names_chats_that_are_sent_as_text(self, tmp_path: Path) -> None:
+        chat = json.dumps([{"role": "user", "content": "Hi"}])
+        script = [{"content": "y"}]
+        rows = [{"c": text, "script": script} for text in (chat, f" {chat}", "[1]", "[x", chat[1:])]
+        write_rows(tmp_path / "p.jsonl", *rows)
+        done = run(tmp_path, "--dry_run", "--columns=prompt=c", **SCRIPTED)
+        assert "p.jsonl: 2 rows whose `prompt` is the JSON text of chat messages" in done.stderr
+        read = run(tmp_path, "--dry_run", "--columns=messages=c", **SCRIPTED)
+        assert "JSON text of chat messages, which" not in read.stderr
+        assert "  user: Hi\n" in read.stdout
+
     def test_a_model_of_the_row_is_not_ignored_by_a_run_with_several(self, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "p.jsonl", {"prompt": "x", "model": "a"})
         one, several = RowRules(), RowRules(models=frozenset({"a", "b"}))
