@@ -324,8 +324,15 @@ class _RelayedCall:
         self.request = request
 
     def body(self) -> dict[str, Any]:
-        """The body of the reply, without token ids that the agent did not ask for."""
-        body = load_object(self._content)
+        """The body of the reply, without token ids that the agent did not ask for.
+
+        A body that is not valid JSON is repaired, also for the agent.
+        """
+        try:
+            body = exact_json.loads(self._content)
+        except exact_json.JSONDecodeError:
+            body = load_object(self._content)
+            self._content = exact_json.dumps(body)  # agents read only valid JSON
         return remove_tokens(body, self._agent_body) if self._asks_for_tokens else body
 
     def last_parts(self, body: dict[str, Any]) -> list[bytes]:

@@ -14,9 +14,10 @@ from batch_trajectories.basics import exact_json
 def parse_object(body: bytes) -> dict[str, Any]:
     """Parse a reply body that must be a JSON object.
 
-    Lone surrogate escapes (an emoji cut in half by a token limit) are replaced, and numbers that no
-    type can hold become text: to refuse them would mean to pay twice. Raises
-    `ModelError("malformed")` for any other body, and the error that the body reports.
+    Lone surrogate escapes (an emoji cut in half by a token limit) and bytes that are not UTF-8 are
+    replaced, control characters in texts are kept, and numbers that no type can hold become text:
+    to refuse them would mean to pay twice. Raises `ModelError("malformed")` for any other body, and
+    the error that the body reports.
     """
     reply = load_object(body)
     if exact_json.is_nested_too_deep(body):

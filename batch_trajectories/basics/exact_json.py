@@ -80,16 +80,17 @@ def dumps(value: Any, *, option: int | None = None) -> bytes:
 def loads_leniently(body: bytes) -> Any:
     """Read a paid reply that is not quite JSON, as some servers send it.
 
-    Half an emoji becomes U+FFFD; a number that is out of range (NaN, 1e400) becomes its text.
-    Raises `ValueError` and `RecursionError`.
+    Half an emoji and bytes that are not UTF-8 become U+FFFD; a number that is out of range (NaN,
+    1e400) becomes its text; control characters in texts are kept. Raises `ValueError` and
+    `RecursionError`.
     """
-    return _with_valid_text(_lenient_decoder.decode(body.decode()))
+    return _with_valid_text(_lenient_decoder.decode(body.decode(errors="replace")))
 
 
 def loads_part(text: str) -> Any:
     """Read a part of a stream; half an emoji is kept, since the other half may follow.
 
-    Raises `ValueError` and `RecursionError`.
+    Control characters in texts are kept, too. Raises `ValueError` and `RecursionError`.
     """
     return _part_decoder.decode(text)
 
@@ -330,6 +331,6 @@ def _integer_or_text(digits: str) -> int | str:
 
 _exact_decoder = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
 _lenient_decoder = json.JSONDecoder(
-    parse_float=_float_or_text, parse_int=_integer_or_text, parse_constant=str
+    parse_float=_float_or_text, parse_int=_integer_or_text, parse_constant=str, strict=False
 )
-_part_decoder = json.JSONDecoder(parse_constant=str)
+_part_decoder = json.JSONDecoder(parse_constant=str, strict=False)

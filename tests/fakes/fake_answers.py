@@ -198,7 +198,7 @@ def _parts(ask: Ask, reply: Reply) -> list[bytes]:
     else:
         parts = dialect.events(body, ask.request)
     if fault == "bad_utf8":
-        parts = [part.replace(b'"id":"', b'"id":"\xff', 1) for part in parts]
+        parts = [parts[0].replace(b'"id":"', b'"id":"\xff', 1), *parts[1:]]
     if fault == "roles":
         parts = [part.replace(b'"delta":{', b'"delta":{"role":"assistant",') for part in parts]
         parts = [part.replace(b'"assistant",}', b'"assistant"}') for part in parts]

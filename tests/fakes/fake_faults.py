@@ -48,7 +48,6 @@ BROKEN = (
     "huge",
     "cut",
     "mid_utf8",
-    "bad_utf8",
     "error200",
     "error_event",
     "no_choices",
@@ -82,8 +81,9 @@ REPLY_FAULTS = (
     "unknown_fields",
     "other_reasoning",
     "no_usage",
+    "bad_utf8",
 )
-"""Faults that are well-formed replies and count as delivered."""
+"""Faults that are replies, or can be repaired, and count as delivered."""
 
 FAULTS = (*REFUSALS, *BROKEN, *REPLY_FAULTS)
 

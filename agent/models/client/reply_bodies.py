@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from agent.models.dialects.dialect import Assembly, is_usable, read_paid
 from agent.models.error_bodies import error_behind_200, find_error, quote
 from agent.models.errors import ModelError
 from agent.models.keys import Key
+from agent.models.parsing import load_object
 from batch_trajectories.basics import exact_json
 from batch_trajectories.basics.exact_json import objects_among
 
@@ -52,8 +53,9 @@ class EventTooLarge(Exception):
 class EventSplitter:
     """Splits a stream into its events.
 
-    The events together have the bytes of the stream, with two repairs for stricter readers: a
-    missing empty line after an event is added, and empty data becomes a comment.
+    The events together have the bytes of the stream, with three repairs for stricter readers: a
+    missing empty line after an event is added, empty data becomes a comment, and bytes that are
+    not UTF-8 become U+FFFD.
     """
 
     def __init__(self, max_event_bytes: int) -> None:
@@ -66,7 +68,7 @@ class EventSplitter:
     def feed(self, part: bytes) -> list[ServerEvent]:
         """Take the next part of the stream; returns the events that end in it.
 
-        Raises `EventTooLarge`, and `UnicodeDecodeError` for data that is not UTF-8.
+        Raises `EventTooLarge`.
         """
         self._parts.append(part)
         self._size += len(part)
@@ -93,8 +95,7 @@ class EventSplitter:
     def end(self) -> list[ServerEvent]:
         """End the stream; returns the last event if the empty line after it is missing.
 
-        The line is added, so that other readers take the event, too. Raises `UnicodeDecodeError` if
-        the event is not UTF-8.
+        The line is added, so that other readers take the event, too.
         """
         rest = b"".join(self._parts)
         self._parts, self._size, self._tail = [], 0, b""
@@ -103,13 +104,18 @@ class EventSplitter:
 
 def _split_events(raw: bytes) -> list[ServerEvent]:
     """The event in these bytes; several if a server separates events by single line ends."""
-    if raw.startswith(b"data: {") and raw.find(b"\n") == len(raw) - 2 and b"\r" not in raw:
-        return [ServerEvent(raw, raw[6:-2].decode())]
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        text = raw.decode(errors="replace")
+        raw = text.encode()
+    if text.startswith("data: {") and text.find("\n") == len(text) - 2 and "\r" not in text:
+        return [ServerEvent(raw, text[6:-2])]
     parts: list[tuple[str, str]] = []
     """One entry per line with data: the lines up to it, and the data."""
     begun = ""
     is_empty = False
-    for line in _LINES.split(raw.decode()):
+    for line in _LINES.split(text):
         begun += line
         name, _, value = line.rstrip("\r\n").partition(":")
         if name == "data" and value.strip():
@@ -162,6 +168,7 @@ _END_OF_STREAM = "[DONE]"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 _JSON_STARTS = (b"{", b"[")
+_EVENT_START = re.compile(rb"\s*(?:data|event|id|retry)?:")
 
 _CONTENT_FIELDS = frozenset({"choices", "candidates", "type", "usageMetadata"})
 """Fields of the parts that the dialects read; a part without any of them may be an error."""
@@ -182,14 +189,50 @@ async def read_whole(response: Response) -> bytes:
     return b"".join(parts)
 
 
-async def read_parts(response: Response) -> AsyncIterator[bytes]:
-    """Read an error's body in parts, up to the maximum size; the rest is ignored."""
+async def read_document(response: Response, parts: list[bytes], api: str) -> bytes:
+    """Read the body of a reply of `api`, of which `parts` have arrived; adds the later ones to it.
+
+    Some servers leave the connection open. So a reply in one JSON document also ends when nothing
+    follows it for `_COUNTS_S` seconds. Raises `ModelError("malformed")` if the body is too large.
+    """
+    content = response.content
+    left = MAX_REPLY_BYTES - sum(map(len, parts))
+    part: bytes | None = parts[-1]
+    while part:
+        may_end = part.rstrip()[-1:] == b"}" and not content.is_eof()
+        part = await _read_part(response, _COUNTS_S if may_end else None)
+        if part is None and not is_usable(api, b"".join(parts)):
+            part = await content.readany()
+        if part:
+            parts.append(part)
+            left -= len(part)
+            if left < 0:
+                raise _too_large()
+    return b"".join(parts)
+
+
+async def read_error_body(response: Response) -> bytes:
+    """Read the body of an error, up to the maximum size, a break or a silence; ignore the rest."""
+    parts = []
     left = MAX_REPLY_BYTES
-    async for part in response.content.iter_any():
-        left -= len(part)
-        if left < 0:
-            return
-        yield part
+    with contextlib.suppress(aiohttp.ClientError):
+        while part := await _read_part(response, _COUNTS_S):
+            left -= len(part)
+            if left < 0:
+                break
+            parts.append(part)
+    return b"".join(parts)
+
+
+async def _read_part(response: Response, wait_s: float | None) -> bytes | None:
+    """Read the next part of a body; b"" at its end, None if none comes in `wait_s` seconds."""
+    if wait_s is None:
+        return await response.content.readany()
+    try:
+        async with asyncio.timeout(wait_s):
+            return await response.content.readany()
+    except TimeoutError:
+        return None
 
 
 async def read_first(response: Response) -> bytes:
@@ -208,6 +251,20 @@ async def read_first(response: Response) -> bytes:
 def begins_as_json(first: bytes) -> bool:
     """Whether a body with these first bytes is a JSON document, and no stream of events."""
     return first.lstrip()[:1] in _JSON_STARTS
+
+
+def begins_as_events(first: bytes) -> bool:
+    """Whether a body with these first bytes is a stream of events, whatever its type says."""
+    return _EVENT_START.match(first) is not None
+
+
+def is_object(body: bytes) -> bool:
+    """Whether a body is one whole JSON object."""
+    try:
+        load_object(body)
+    except ModelError:
+        return False
+    return True
 
 
 def convert_to_json(body: bytes, assembly: Callable[[], Assembly] | None, api: str) -> bytes:
@@ -267,7 +324,7 @@ def _is_document(body: bytes) -> bool:
 def _parts_in(body: bytes) -> Iterator[dict[str, Any]]:
     """The objects in a body that is not one JSON document: bare objects, lists, or events."""
     text = body.decode(errors="replace").lstrip()
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(strict=False)  # which takes control characters in a text
     while text[:1] in ("{", "["):
         try:
             value, end = decoder.raw_decode(text)
@@ -402,7 +459,7 @@ class StreamReader:
     ) -> AsyncGenerator[ServerEvent, None]:
         """Read the events of the stream; `on_part` is called whenever bytes arrive.
 
-        Raises `ModelError("malformed")`, and `UnicodeDecodeError`.
+        Raises `ModelError("malformed")`.
         """
         splitter = EventSplitter(_MAX_EVENT_BYTES)
         left = MAX_REPLY_BYTES

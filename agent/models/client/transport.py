@@ -35,10 +35,13 @@ from agent.models.client.prepared import (
 from agent.models.client.relayed import OnEvent, RelayRequest
 from agent.models.client.reply_bodies import (
     StreamReader,
+    begins_as_events,
     begins_as_json,
     convert_to_json,
+    is_object,
+    read_document,
+    read_error_body,
     read_first,
-    read_parts,
     read_whole,
 )
 from agent.models.client.tls_context import make_tls_context
@@ -324,29 +327,35 @@ class Transport:
         if conversation and settings.session_headers:
             added = session_headers(prepared.headers, settings.session_headers, conversation)
         timeout = self._timeouts.begin()
+        arrived: list[bytes] = []
         try:
             async with timeout, self._send(method, prepared, added) as response:
                 if not 200 <= response.status < 300:
                     raise await self._refusal(response, key, body)
-                first = b""
-                # Some servers know no streams, or not for this model, and answer in one piece.
-                if assembly is not None and not _is_json(response):
-                    first = await read_first(response)
-                    if not begins_as_json(first):
-                        reader = StreamReader(
-                            response,
-                            assembly,
-                            idle_timeout_s=settings.idle_timeout_s,
-                            key=key,
-                            clean=self.clean,
-                            request=body,
-                        )
-                        return self.clean(
-                            await reader.read_reply(first, on_event, settings.api), key
-                        )
-                whole = first + await read_whole(response)
+                if assembly is None and response.content.is_eof():  # nearly always
+                    whole = await read_whole(response)
+                    return self.clean(convert_to_json(whole, unasked, settings.api), key)
+                # Some servers know no streams, or not for this model, and answer in one piece;
+                # others stream without being asked.
+                arrived.append(await read_first(response))
+                assembly = _find_assembly(response, arrived[0], assembly, unasked)
+                if assembly is not None:
+                    reader = StreamReader(
+                        response,
+                        assembly,
+                        idle_timeout_s=settings.idle_timeout_s,
+                        key=key,
+                        clean=self.clean,
+                        request=body,
+                    )
+                    whole = await reader.read_reply(arrived[0], on_event, settings.api)
+                    return self.clean(whole, key)
+                whole = await read_document(response, arrived, settings.api)
                 return self.clean(convert_to_json(whole, unasked, settings.api), key)
         except (aiohttp.ClientError, OSError) as error:
+            if is_object(whole := b"".join(arrived)):
+                log.debug("A connection failed after a reply, which is complete: %s", error)
+                return self.clean(convert_to_json(whole, unasked, settings.api), key)
             failure: ModelError | HostError
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
                 failure = ModelError(
@@ -465,7 +474,7 @@ class Transport:
 
     async def _refusal(self, response: Response, key: Key, request: bytes = b"") -> ModelError:
         """The error that a response reports by its status; `request` is the body that was sent."""
-        body = b"".join([part async for part in read_parts(response)])
+        body = await read_error_body(response)
         headers = {
             name.lower(): key.remove_from_text(value) for name, value in response.headers.items()
         }
@@ -497,6 +506,11 @@ class Transport:
             message = await describe_tls_failure(cause, error.host, port)
         elif isinstance(cause, OSError) and cause.errno in HOST_ERRNOS:
             return HostError(f"model call: {describe_errno(cause.errno)}")
+        elif isinstance(cause, aiohttp.ClientResponseError):
+            message = (
+                f"the framing of the reply is wrong ({cause.message}); a proxy between is the "
+                "likely cause, or a server that does not speak HTTP"
+            )
         else:
             message = _describe_cause(cause)
         if is_unresolved:
@@ -511,6 +525,18 @@ class Transport:
             was_sent=not isinstance(error, _UNSENT),
             is_lasting=is_unresolved or isinstance(cause, ssl.SSLError),
         )
+
+
+def _find_assembly(
+    response: Response,
+    first: bytes,
+    asked: Assembly | None,
+    unasked: Callable[[], Assembly] | None,
+) -> Assembly | None:
+    """The assembly of a reply that begins with the bytes `first`; None if it is no stream."""
+    if begins_as_events(first):
+        return asked or (unasked and unasked())
+    return None if _is_json(response) or begins_as_json(first) else asked
 
 
 def _is_json(response: Response) -> bool:

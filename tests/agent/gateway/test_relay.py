@@ -536,6 +536,22 @@ def test_gemini_names_model_and_stream_in_the_path() -> None:
 
 
 @EACH
+def test_a_whole_reply_that_is_not_valid_json_is_repaired_for_the_agent(api: str) -> None:
+    spoilt = orjson.dumps(reply_of(api)).replace(b"Done.", b"Do\tne\xff")
+
+    async def play(request: web.BaseRequest, body: bytes, n: int) -> web.StreamResponse:
+        return web.Response(body=spoilt, content_type="application/json")
+
+    async def run() -> None:
+        async with run_gateway(api, play) as world:
+            _, said = await world.read(ask())
+            assert orjson.loads(said) == reply_of(api, text="Do\tne\ufffd")
+            assert world.exchanges[0]["reply"]["message"]["content"] == "Do\tne\ufffd"
+
+    asyncio.run(run())
+
+
+@EACH
 @pytest.mark.parametrize("is_live", [False, True])
 def test_a_stream_that_the_endpoint_leaves_open_ends_for_the_agent(
     api: str, is_live: bool, monkeypatch: pytest.MonkeyPatch

@@ -44,15 +44,17 @@ def test_an_event_beyond_the_maximum_is_refused(part: bytes) -> None:
         splitter.feed(part)
 
 
-def test_data_that_is_no_text_is_refused() -> None:
-    """Invalid UTF-8 is an error, inside an event and after the last one."""
-    splitter = EventSplitter(1000)
-    with pytest.raises(UnicodeDecodeError):
-        splitter.feed(b"data: \xff\n\n")
-    splitter = EventSplitter(1000)
-    splitter.feed(b"data: \xff")
-    with pytest.raises(UnicodeDecodeError):
-        splitter.end()
+def test_data_that_is_no_text_is_repaired() -> None:
+    """Also for other readers, inside an event and after the last one."""
+    for event in (b"data: \xff", b'data: {"a": "\xff"}', b"event: x\ndata: \xff"):
+        due = (event.replace(b"\xff", "\ufffd".encode()) + b"\n\n",)
+        splitter = EventSplitter(1000)
+        (repaired,) = splitter.feed(event + b"\n\n")
+        assert (repaired.raw,) == due
+        assert repaired.data is not None
+        assert "\ufffd" in repaired.data
+        assert splitter.feed(event) == []
+        assert splitter.end() == [repaired]
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,11 @@ STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "str
 MARK = b"\xef\xbb\xbf"
 HOLD = "hold"
 RESET = "reset"
+PAUSE = "pause"
 Piece = bytes | str
 Play = Callable[[JSON, int], Sequence[Piece]]
 """From the body and the number of a request to the pieces of the answer: bytes, `HOLD` to keep the
-connection open without an end, `RESET` to break it off."""
+connection open without an end, `RESET` to break it off, `PAUSE` to send nothing for a moment."""
 
 
 def head(status: int = 200, kind: str = "application/json", **more: str) -> bytes:
@@ -103,6 +104,8 @@ async def run_server(play: Play) -> AsyncIterator[tuple[str, list[JSON]]]:
                 await reader.read()  # until the client goes
             elif piece == RESET:
                 writer.transport.abort()
+            elif piece == PAUSE:
+                await asyncio.sleep(0.1)
             elif isinstance(piece, bytes):
                 writer.write(piece)
                 await writer.drain()
@@ -283,6 +286,174 @@ def test_text_after_a_reason_is_part_of_the_reply(monkeypatch: pytest.MonkeyPatc
 def test_long_lines_in_the_head_of_a_reply_are_read(api: str, streamed: bool) -> None:
     pieces = [head(X_Policy="p" * 60_000), dump(whole_reply(api))]
     assert ask(api, lambda body, n: pieces, streamed=streamed)[0].message["content"] == "Hello."
+
+
+def counted(api: str) -> JSON:
+    """A whole reply with token counts."""
+    return {**whole_reply(api), "usage": SAMPLES[api].usage}
+
+
+def raw_head(kind: str = "application/json", **fields: str) -> bytes:
+    """The head of a reply whose connection may stay open."""
+    lines = [f"{name.replace('_', '-')}: {value}" for name, value in fields.items()]
+    return "\r\n".join(["HTTP/1.1 200 OK", f"Content-Type: {kind}", *lines]).encode() + b"\r\n\r\n"
+
+
+def chunks(*pieces: bytes) -> list[Piece]:
+    """The chunks of a body, without the one that ends it."""
+    return [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces]
+
+
+def too_long(body: bytes, kind: str = "application/json") -> bytes:
+    """A head that promises one byte more than the body has."""
+    return raw_head(kind, Content_Length=str(len(body) + 1))
+
+
+FRAMINGS: dict[str, Callable[[bytes], list[Piece]]] = {
+    "a length that is too large": lambda body: [too_long(body), body],
+    "a length that is too large, then a break": lambda body: [too_long(body), body, RESET],
+    "chunks without an end": lambda body: [
+        raw_head(Transfer_Encoding="chunked"),
+        *chunks(body[:9], body[9:]),
+    ],
+    "a length that is too large, and silence": lambda body: [too_long(body), body, HOLD],
+    "chunks, and silence": lambda body: [
+        raw_head(Transfer_Encoding="chunked"),
+        *chunks(body[:9], body[9:], b"\n"),
+        HOLD,
+    ],
+    "an open connection": lambda body: [raw_head(), body, HOLD],
+}
+
+
+@EACH
+@STREAMED
+@pytest.mark.parametrize("framing", FRAMINGS)
+def test_a_whole_document_is_a_reply_whatever_its_framing(
+    api: str, streamed: bool, framing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was paid for, and nothing of it is missing."""
+    monkeypatch.setattr(reply_bodies, "_COUNTS_S", 0.05)
+    pieces = FRAMINGS[framing](dump(counted(api)))
+    reply, asked = ask(api, lambda body, n: pieces, streamed=streamed)
+    assert reply.message["content"] == "Hello."
+    assert reply.usage is not None
+    assert len(asked) == 1
+
+
+@EACH
+@STREAMED
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
+@pytest.mark.parametrize("end", [b"", b"data: [DONE]\n\n"], ids=["no end", "an end"])
+def test_an_open_connection_does_not_hide_a_stream_that_nobody_asked_for(
+    api: str, streamed: bool, kind: str, end: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reply_bodies, "_COUNTS_S", 0.05)
+    pieces: list[Piece] = [raw_head(kind), sse(parts_of(api)) + end, HOLD]
+    reply, asked = ask(api, lambda body, n: pieces, streamed=streamed)
+    assert reply.message["content"] == "Hello."
+    assert len(asked) == 1
+
+
+@EACH
+@STREAMED
+@pytest.mark.parametrize("framing", ["chunks without an end", "chunks, and silence"])
+def test_a_document_that_is_no_reply_tells_its_cost_whatever_its_framing(
+    api: str, streamed: bool, framing: str
+) -> None:
+    body = {"usage": SAMPLES[api].usage}
+    pieces = FRAMINGS[framing](dump(body))
+    with pytest.raises(ModelError) as raised:
+        ask(api, lambda body, n: pieces, streamed=streamed, attempt_timeout_s=0.3)
+    assert raised.value.paid is not None
+    assert raised.value.paid.usage is not None
+    assert raised.value.paid.usage["output_tokens"] == 3
+
+
+@EACH
+@pytest.mark.parametrize("framing", ["a length that is too large", "chunks without an end"])
+def test_half_a_document_is_a_broken_connection(api: str, framing: str) -> None:
+    pieces = FRAMINGS[framing](dump(counted(api))[:-9])
+    with pytest.raises(ModelError) as raised:
+        ask(api, lambda body, n: pieces, streamed=False)
+    assert raised.value.kind == "connection"
+
+
+def test_a_document_after_a_pause_belongs_to_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that send one object a line may pause after the first one."""
+    monkeypatch.setattr(reply_bodies, "_COUNTS_S", 0.01)
+    first, *rest = (dump(part) + b"\n" for part in parts_of("openai_chat"))
+    pieces: list[Piece] = [head(kind="application/x-ndjson"), first, PAUSE, *rest]
+    reply, _ = ask("openai_chat", lambda body, n: pieces, streamed=False)
+    assert reply.message["content"] == "Hello."
+
+
+MISFRAMED = {
+    "two lengths": raw_head().replace(
+        b"\r\n\r\n", b"\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n"
+    ),
+    "a length and chunks": raw_head(Content_Length="2", Transfer_Encoding="chunked"),
+}
+
+
+@STREAMED
+@pytest.mark.parametrize("form", MISFRAMED)
+def test_a_reply_that_cannot_be_framed_is_said_to_be_so(form: str, streamed: bool) -> None:
+    pieces = [MISFRAMED[form], dump(whole_reply("openai_chat"))]
+    with pytest.raises(ModelError, match=r"framing of the reply is wrong.*proxy") as raised:
+        ask("openai_chat", lambda body, n: pieces, streamed=streamed)
+    assert raised.value.kind == "connection"
+    assert "ClientResponseError" not in str(raised.value)
+
+
+@EACH
+@STREAMED
+@pytest.mark.parametrize("framing", FRAMINGS)
+def test_a_refusal_is_read_whatever_its_framing(
+    api: str, streamed: bool, framing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reply_bodies, "_COUNTS_S", 0.05)
+    error = {"error": {"message": "prompt is too long"}}
+    first, *rest = FRAMINGS[framing](dump(error))
+    assert isinstance(first, bytes)
+    pieces = [first.replace(b"200 OK", b"413 Large"), *rest]
+    with pytest.raises(ModelError, match="prompt is too long") as raised:
+        ask(api, lambda body, n: pieces, streamed=streamed)
+    assert raised.value.kind == "context_exceeded"
+
+
+SPOILT: dict[str, tuple[bytes, str]] = {
+    "a byte that is no text": (b"Hel\xfflo.", "Hel\ufffdlo."),
+    "a tab": (b"Hel\tlo.", "Hel\tlo."),
+    "a line end": (b"Hel\nlo.", "Hel\nlo."),
+    "a null": (b"Hel\x00lo.", "Hel\x00lo."),
+}
+
+
+@EACH
+@STREAMED
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_text_that_json_cannot_hold_is_repaired(api: str, streamed: bool, spoilt: str) -> None:
+    """To refuse the reply would mean to pay twice."""
+    sent, due = SPOILT[spoilt]
+    body = dump(counted(api)).replace(b"Hello.", sent)
+    for given in (body, MARK + body, b"\n" + body + b"\n"):
+        pieces: list[Piece] = [head(), given]
+        reply, _ = ask(api, lambda _, n, pieces=pieces: pieces, streamed=streamed)  # type: ignore[misc]
+        assert reply.message["content"] == due
+
+
+@EACH
+@STREAMED
+@pytest.mark.parametrize("spoilt", [name for name in SPOILT if name != "a line end"])
+def test_text_that_json_cannot_hold_is_repaired_in_streams(
+    api: str, streamed: bool, spoilt: str
+) -> None:
+    sent, due = SPOILT[spoilt]
+    body = sse(SAMPLES[api].events(["Hello."])).replace(b"Hello.", sent)
+    pieces: list[Piece] = [head(kind="text/event-stream"), body]
+    reply, _ = ask(api, lambda _, n: pieces, streamed=streamed)
+    assert reply.message["content"] == due
 
 
 REFUSALS = [

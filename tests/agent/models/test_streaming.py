@@ -165,7 +165,6 @@ def test_a_conversation_is_the_same_streamed_or_not(endpoint: FakeEndpoint, dial
     [
         ("cut", "malformed"),
         ("no_finish", "malformed"),
-        ("bad_utf8", "malformed"),
         ("html", "malformed"),
         ("empty", "malformed"),
         ("null", "malformed"),
