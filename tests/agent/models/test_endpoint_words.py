@@ -339,6 +339,7 @@ REFUSALS: list[tuple[int, Any, str]] = [
     (400, nested_error("'temperature' must be at most 2"), "bad_request"),
     (400, nested_error("x", code="base_resp:1008x"), "bad_request"),
     (404, nested_error("maximum context length"), "not_found"),
+    (413, nested_error("x", code="tokens_limit_reached"), "context_exceeded"),
 ]
 
 
@@ -360,6 +361,46 @@ REFUSALS: list[tuple[int, Any, str]] = [
         (
             400,
             "Too many input tokens. Max input tokens: 8000, request input token count: 9000",
+            "context_exceeded",
+        ),
+        (
+            400,
+            "You passed 3900 input tokens and requested 1000 output tokens. However, the model's context length is only 4096 tokens, resulting in a maximum input length of 3096 tokens. Please reduce the length of the input prompt. (parameter=input_tokens, value=3900)",
+            "context_exceeded",
+        ),
+        (
+            400,
+            "You passed 5000 input tokens. However, the model's context length is only 4096. Please reduce the length of the input messages.",
+            "context_exceeded",
+        ),
+        (400, "The context is full. Reduce the length of the input messages.", "context_exceeded"),
+        (
+            400,
+            "Unable to submit request because the input token count is 9000 but model only supports up to 8192.",
+            "context_exceeded",
+        ),
+        (400, "input token count is 9000 but the model supports up to 8192", "context_exceeded"),
+        (
+            400,
+            "length of prompt_tokens (9000) must be less than max_seq_len (8192)",
+            "context_exceeded",
+        ),
+        (400, "Request length 9000 + 100 is greater than max_seq_len 8192", "context_exceeded"),
+        (400, "Prompt length 9000 is greater than max_seq_len 8192.", "context_exceeded"),
+        (400, "max_tokens (9000) is greater than max_seq_len (8192)", "bad_request"),
+        (400, "Too many tokens in prompt: 9000 > 8192", "context_exceeded"),
+        (
+            400,
+            "The maximum supported sequence length is just 8192 tokens, but 9000 were given",
+            "context_exceeded",
+        ),
+        (400, "Prompt and generation tokens exceed the limit of 8192", "context_exceeded"),
+        (413, "Request body too large for gpt-9 model. Max size: 8000 tokens.", "context_exceeded"),
+        (413, "Request body too large", "bad_request"),
+        (400, "Number of input tokens exceeds maximum length", "context_exceeded"),
+        (
+            400,
+            "Total number of tokens (prompt+generation) exceeded the service limit of 2048 tokens.",
             "context_exceeded",
         ),
         (400, "Requested max_tokens exceeds the model output limit", "bad_request"),
