@@ -47,7 +47,7 @@ RULES: Mapping[Kind, Rule] = {
     ),
     "overloaded": Rule(
         "retry",
-        "the endpoint is failing or overloaded (5xx, 529, 408, 409)",
+        "the endpoint is failing or overloaded (5xx, 529, 408, 409, 499)",
         "Wait until it works again. If the server is yours, read its log.",
     ),
     "connection": Rule(
@@ -122,7 +122,7 @@ _BROAD: frozenset[str] = frozenset({"rate_limited", "overloaded", "bad_request"}
 _TIMED_OUT = frozenset({408, 504, 524})
 """Statuses of a proxy that stopped waiting for the model; the model's work may be charged."""
 
-_BY_PHRASE: tuple[Kind, ...] = ("no_credit", "context_exceeded", "filtered", "blocked")
+_BY_PHRASE: tuple[Kind, ...] = ("no_credit", "context_exceeded", "filtered", "blocked", "malformed")
 """Kinds that are recognized by phrases in the message, in the order of the search."""
 
 
@@ -258,7 +258,7 @@ def _number(text: str) -> int:
 def _kind_of_status(status: int | None) -> Kind:
     if status is None or not 400 <= status < 600:
         return "malformed"
-    if status in (408, 409) or status >= 500:
+    if status in (408, 409, 499) or status >= 500:
         return "overloaded"
     return _KIND_OF_STATUS.get(status, "bad_request")
 

@@ -339,6 +339,40 @@ REFUSALS: list[tuple[int, Any, str]] = [
     (400, nested_error("'temperature' must be at most 2"), "bad_request"),
     (400, nested_error("x", code="base_resp:1008x"), "bad_request"),
     (404, nested_error("maximum context length"), "not_found"),
+    # The model wrote a call that the server cannot read, or the server gave up: another try may do.
+    (
+        400,
+        nested_error(
+            "Failed to call a function. Please adjust your prompt. See 'failed_generation' for more details.",
+            type="invalid_request_error",
+            code="tool_use_failed",
+            failed_generation="<function=f{>",
+        ),
+        "malformed",
+    ),
+    (
+        400,
+        raw("Failed to call a function.", type="invalid_request_error", code="tool_use_failed"),
+        "malformed",
+    ),
+    (
+        400,
+        raw("Tool call validation failed: parameters for tool f did not match schema"),
+        "malformed",
+    ),
+    (400, nested_error("Failed to call a function. Please adjust your prompt."), "malformed"),
+    (
+        499,
+        nested_error("The operation was cancelled.", code=499, status="CANCELLED"),
+        "overloaded",
+    ),
+    (499, "", "overloaded"),
+    (
+        424,
+        {"error": "Request failed during generation: x", "error_type": "generation"},
+        "overloaded",
+    ),
+    (424, nested_error("The MCP server failed"), "bad_request"),
     (413, nested_error("x", code="tokens_limit_reached"), "context_exceeded"),
 ]
 
@@ -434,7 +468,7 @@ def test_a_refusal_is_known_by_status_in_a_200_and_in_a_stream(
     status: int, body: Any, kind: str
 ) -> None:
     assert read_refusal(status, {}, json.dumps(body).encode()).kind == kind
-    if kind in ("context_exceeded", "no_credit", "filtered"):
+    if kind in ("context_exceeded", "no_credit", "filtered", "malformed"):
         assert error_behind_200(body, "the stream").kind == kind
 
 
