@@ -34,6 +34,7 @@ _LINE_END = rb"(?:\r\n|\r(?!\n|\Z)|\n)"
 """A line end; a carriage return as the last byte does not count, as it may be half of one."""
 _EVENT_END = re.compile(_LINE_END + _LINE_END)
 _COMMENT = b":\n\n"
+_BARE_ERROR = re.compile(r'\s*\{\s*"error"')
 _LINES = re.compile("(?<=\n)|(?<=\r)(?!\n)")
 
 
@@ -114,22 +115,38 @@ def _split_events(raw: bytes) -> list[ServerEvent]:
     parts: list[tuple[str, str]] = []
     """One entry per line with data: the lines up to it, and the data."""
     begun = ""
-    is_empty = False
+    is_empty = is_error = False
     for line in _LINES.split(text):
         begun += line
         name, _, value = line.rstrip("\r\n").partition(":")
+        is_error |= name == "event" and value.strip() == "error"
         if name == "data" and value.strip():
             parts.append((begun, value.removeprefix(" ")))
+            begun = ""
+        elif name == "error" and value.strip():  # llama.cpp
+            parts.append((begun, _wrap_error(value)))
+            begun = ""
+        elif _BARE_ERROR.match(line):  # Ollama
+            parts.append((begun, line.strip()))
             begun = ""
         else:
             is_empty |= name == "data"
     if len(parts) > 1 and all(_is_whole_event(data) for _, data in parts):
         return [ServerEvent(lines.rstrip("\r\n").encode() + b"\n\n", data) for lines, data in parts]
     data = "\n".join(data for _, data in parts)
+    if is_error and data:
+        data = _wrap_error(data)
     # Proxies keep connections alive by empty data, and by comments that they wrap into data.
     if data.lstrip().startswith(":") or (is_empty and not data):
         return [ServerEvent(_COMMENT, None)]
     return [ServerEvent(raw, data or None)]
+
+
+def _wrap_error(data: str) -> str:
+    """The data of an event that is an error, as an object with the key `error`."""
+    if '"error"' in data:
+        return data
+    return f'{{"error":{data if _is_whole_event(data.strip()) else json.dumps(data.strip())}}}'
 
 
 def _is_whole_event(data: str) -> bool:
@@ -168,7 +185,7 @@ _END_OF_STREAM = "[DONE]"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 _JSON_STARTS = (b"{", b"[")
-_EVENT_START = re.compile(rb"\s*(?:data|event|id|retry)?:")
+_EVENT_START = re.compile(rb"\s*(?:data|event|id|retry|error)?:")
 
 _CONTENT_FIELDS = frozenset({"choices", "candidates", "type", "usageMetadata"})
 """Fields of the parts that the dialects read; a part without any of them may be an error."""

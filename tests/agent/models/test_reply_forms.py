@@ -626,6 +626,35 @@ def test_a_broken_stream_says_what_its_parts_cost(api: str, begun: JSON, end: st
     assert raised.value.paid.usage["output_tokens"] == 7
 
 
+FULL: JSON = {"code": 400, "message": "the request exceeds the available context size", "type": "e"}
+BARE_ERRORS: dict[str, bytes] = {
+    "llama.cpp": b"error: " + dump(FULL) + b"\n\ndata: [DONE]\n\n",
+    "llama.cpp without an end": b"error: " + dump(FULL) + b"\n",
+    "Ollama": dump({"error": FULL["message"]}) + b"\n",
+    "an event of errors": b"event: error\ndata: " + dump(FULL) + b"\n\n",
+    "an event of errors in lines": (
+        b'event: error\ndata: {"code": 400,\ndata: "message": "'
+        + FULL["message"].encode()
+        + b'"}\n\n'
+    ),
+    "a text": b"error: " + FULL["message"].encode() + b"\n\n",
+}
+
+
+@EACH
+@STREAMED
+@pytest.mark.parametrize("begun", [0, 1], ids=["at once", "after a part"])
+@pytest.mark.parametrize("form", BARE_ERRORS)
+def test_an_error_in_a_stream_counts_by_its_words_in_any_form(
+    api: str, streamed: bool, begun: int, form: str
+) -> None:
+    """Some servers send no event, but a line."""
+    pieces = [head(kind="text/event-stream"), sse(parts_of(api)[:begun]), BARE_ERRORS[form]]
+    with pytest.raises(ModelError, match="exceeds the available context size") as raised:
+        ask(api, lambda body, n: pieces, streamed=streamed)
+    assert raised.value.kind == "context_exceeded"
+
+
 def test_an_error_after_an_end_that_is_none_counts() -> None:
     """A router ends a stream with the reason "error", and says after it what that was."""
     parts = [
