@@ -177,7 +177,7 @@ def _add_content(message: Message, content: Any) -> Message:
     if isinstance(content, list) and (others := [part for part in content if _is_no_text(part)]):
         content = [placeholder(part) if _is_no_text(part) else part for part in content]
         message["provider_blocks"] = {"api": API, "blocks": others}
-    message["content"] = flat_text(content)
+    message["content"] = flat_text(content, between="\n")
     return message
 
 

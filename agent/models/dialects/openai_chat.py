@@ -917,8 +917,11 @@ def _read_custom_call(call: Mapping[str, Any]) -> ToolCall:
     return make_call(call.get("id"), custom.get("name"), {"input": custom.get("input")})
 
 
-def flat_text(content: Any) -> str:
-    """The text of a content; the parts of a list are joined by newlines."""
+def flat_text(content: Any, between: str = "") -> str:
+    """The text of a content; `between` is put between the texts of a list.
+
+    A model's texts are pieces of one text; those of other roles are mostly texts of their own.
+    """
     if isinstance(content, str):
         return content
     if isinstance(content, list):
@@ -926,7 +929,7 @@ def flat_text(content: Any) -> str:
             part.get("text") if isinstance(part, dict) and not is_thought(part) else part
             for part in content
         ]
-        return "\n".join(part for part in parts if isinstance(part, str))
+        return between.join(part for part in parts if isinstance(part, str))
     if isinstance(content, dict) and isinstance(content.get("text"), str):
         return str(content["text"])
     return ""

@@ -79,7 +79,7 @@ def test_thoughts_in_the_content_are_reasoning_and_go_back(
     message = reply.message
     thoughts = [part["thinking"][0]["text"] for part in given if "thinking" in part]
     assert message.get("reasoning") == "".join(thoughts)
-    assert message["content"] == "\n".join(part["text"] for part in given if "text" in part)
+    assert message["content"] == "".join(part["text"] for part in given if "text" in part)
     assert to_api(message) == {"role": "assistant", "content": given, **calls}
     heard = [event["text"] for event in events if event["type"] == "thinking_delta"]
     assert "".join(heard) == "".join(thoughts)

@@ -456,6 +456,25 @@ def test_text_that_json_cannot_hold_is_repaired_in_streams(
     assert reply.message["content"] == due
 
 
+@STREAMED
+def test_the_texts_of_a_reply_are_joined_as_they_are(streamed: bool) -> None:
+    """Mistral puts references between the parts of a sentence, also in streams."""
+    content = [
+        {"type": "text", "text": "The result is 1"},
+        {"type": "reference", "reference_ids": [0]},
+        {"type": "text", "text": "2,345 dollars."},
+    ]
+    body = whole_reply("openai_chat")
+    body["choices"][0]["message"]["content"] = content
+    parts = [{"choices": [{"delta": {"content": [part]}}]} for part in content]
+    end = {"choices": [{"delta": {}, "finish_reason": "stop"}]}
+    events: list[Piece] = [head(kind="text/event-stream"), sse([*parts, end])]
+    pieces = events if streamed else [head(), dump(body)]
+    reply, _ = ask("openai_chat", lambda body, n: pieces, streamed=streamed)
+    assert reply.message["content"] == "The result is 12,345 dollars."
+    assert reply.message["provider_blocks"]["blocks"][0]["content"] == content
+
+
 REFUSALS = [
     {
         "message": {

@@ -67,7 +67,7 @@ def test_reasoning_of_all_fields_is_joined_and_identical_parts_stand_once() -> N
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ([{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}], "a\nb"),
+        ([{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}], "ab"),
         ({"type": "text", "text": "a"}, "a"),
         (None, ""),
     ],
