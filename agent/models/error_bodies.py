@@ -120,18 +120,35 @@ def error_behind_200(reply: Any, place: str, request: bytes = b"") -> ModelError
     return ModelError(kind, message, code=error.code, param=error.param)
 
 
+def says_error(reply: Mapping[str, Any]) -> bool:
+    """Whether a reply, or a part of one, has an `error` that says something.
+
+    Some servers send an empty error with each reply.
+    """
+    error = reply.get("error")
+    return bool(error) and _has_words(error)
+
+
+def _has_words(error: Any) -> bool:
+    if isinstance(error, dict):
+        error = list(error.values())
+    if isinstance(error, list):
+        return any(map(_has_words, error))
+    return bool(error.strip() if isinstance(error, str) else error)
+
+
 def find_error(reply: Mapping[str, Any]) -> Any:
     """Find the part of a 200 reply, or of a stream, that reports an error; None if none does.
 
     Only for replies without usable content, as objects that merely look like errors count, too.
     """
-    if reply.get("error") or reply.get("errors"):
+    if says_error(reply) or reply.get("errors"):
         return reply
     base = reply.get("base_resp")
     if isinstance(base, dict) and base.get("status_code") not in (None, 0, "0"):
         return {"base_resp": base}
     for choice in objects_among(reply.get("choices")):
-        if choice.get("error"):
+        if says_error(choice):
             return choice
     looks_so = "error" in (reply.get("object"), reply.get("type")) or reply.get("success") is False
     if looks_so or not reply.keys().isdisjoint(("detail", "error_code", "error_msg", "fault")):

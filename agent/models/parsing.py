@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent.messages.message import FunctionCall, ToolCall
-from agent.models.error_bodies import error_behind_200, find_error, quote
+from agent.models.error_bodies import error_behind_200, find_error, quote, says_error
 from agent.models.errors import ModelError
 from batch_trajectories.basics import exact_json
 
@@ -22,7 +22,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     reply = load_object(body)
     if exact_json.is_nested_too_deep(body):
         raise ModelError("malformed", f"nested deeper than {exact_json.MAX_NESTING} levels")
-    if reply.get("error"):
+    if says_error(reply):
         raise error_behind_200(reply, "a 200 reply")
     if "base_resp" in reply and (error := find_error(reply)) is not None:
         raise error_behind_200(error, "a 200 reply")

@@ -21,7 +21,7 @@ import orjson
 from agent.models.client.direct_requests import Response
 from agent.models.client.relayed import OnEvent
 from agent.models.dialects.dialect import Assembly, is_usable, read_paid
-from agent.models.error_bodies import error_behind_200, find_error, quote
+from agent.models.error_bodies import error_behind_200, find_error, quote, says_error
 from agent.models.errors import ModelError
 from agent.models.keys import Key
 from agent.models.parsing import load_object
@@ -361,7 +361,7 @@ def _parts_in(body: bytes) -> Iterator[dict[str, Any]]:
 
 def _error_in(part: dict[str, Any], request: bytes = b"") -> ModelError | None:
     """The error that a part of a stream reports; None if it reports none."""
-    if part.get("error"):
+    if says_error(part):
         return error_behind_200(part, "the stream", request)
     if _CONTENT_FIELDS.isdisjoint(part) and (error := find_error(part)) is not None:
         return error_behind_200(error, "the stream", request)

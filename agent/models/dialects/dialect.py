@@ -13,7 +13,7 @@ import orjson
 
 from agent.messages.message import FinishReason, Message, Usage
 from agent.models.endpoint_words import find_ending
-from agent.models.error_bodies import error_behind_200, find_error, quote
+from agent.models.error_bodies import error_behind_200, find_error, quote, says_error
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request, StreamHandler
 from agent.models.parsing import load_object, text_or_none
@@ -184,7 +184,7 @@ def _explain(error: ModelError, body: bytes) -> ModelError:
         reply = load_object(body)
     except ModelError:
         return error  # its message has the quote already
-    if reply.get("error"):
+    if says_error(reply):
         return error  # it is the error of the body already
     if (reported := find_error(reply)) is not None:
         return error_behind_200(reported, "a 200 reply")

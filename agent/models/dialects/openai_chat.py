@@ -31,7 +31,7 @@ from agent.models.dialects.dialect import (
 )
 from agent.models.dialects.token_ids import request_fields, trim_messages
 from agent.models.endpoint_words import find_ending
-from agent.models.error_bodies import error_behind_200
+from agent.models.error_bodies import error_behind_200, says_error
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request, StreamHandler
 from agent.models.parsing import (
@@ -795,7 +795,7 @@ def read_reply(body: bytes) -> Completion:
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise ModelError("malformed", "the reply has no choices")
     choice = choices[0]
-    if choice.get("error"):
+    if says_error(choice):
         raise error_behind_200(choice, "the reply's choice")
     raw = choice.get("message")
     if not isinstance(raw, dict):

@@ -645,6 +645,32 @@ def test_a_broken_stream_says_what_its_parts_cost(api: str, begun: JSON, end: st
     assert raised.value.paid.usage["output_tokens"] == 7
 
 
+@EACH
+@STREAMED
+@pytest.mark.parametrize(
+    "error",
+    [{"message": "", "type": "", "param": "", "code": None}, {"message": None}, {}, [], "", [{}]],
+)
+def test_an_error_without_words_is_none(api: str, streamed: bool, error: Any) -> None:
+    """Some servers send one with each reply."""
+    body = {**whole_reply(api), "error": error}
+    events = [{**part, "error": error} for part in parts_of(api)]
+    for pieces in ([head(), dump(body)], [head(kind="text/event-stream"), sse(events)]):
+        reply, _ = ask(api, lambda _, n, pieces=pieces: pieces, streamed=streamed)  # type: ignore[misc]
+        assert reply.message["content"] == "Hello."
+    nothing = [head(), dump({"error": error, "answer": 1})]
+    with pytest.raises(ModelError, match="answer") as raised:
+        ask(api, lambda body, n: nothing, streamed=streamed)
+    assert raised.value.kind == "malformed"
+
+
+def test_an_error_without_words_in_a_choice_is_none() -> None:
+    body = whole_reply("openai_chat")
+    body["choices"][0]["error"] = {"message": "", "code": None}
+    reply, _ = ask("openai_chat", lambda _, n: [head(), dump(body)], streamed=False)
+    assert reply.message["content"] == "Hello."
+
+
 FULL: JSON = {"code": 400, "message": "the request exceeds the available context size", "type": "e"}
 BARE_ERRORS: dict[str, bytes] = {
     "llama.cpp": b"error: " + dump(FULL) + b"\n\ndata: [DONE]\n\n",
