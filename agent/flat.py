@@ -298,7 +298,10 @@ def _is_json(value: Any) -> bool:
 def _read_response(response: Mapping[str, Any]) -> Completion:
     """Read a response of the Anthropic API; its message holds all blocks, except empty texts."""
     # Fake APIs need not give a `stop_reason`. The standard library's JSON accepts half characters.
-    body = json.dumps({"stop_reason": "end_turn", **response}).encode()
+    given = {"stop_reason": "end_turn", **response}
+    if given["stop_reason"] is None:  # clients give it to a stream that was cut
+        del given["stop_reason"]
+    body = json.dumps(given).encode()
     completion = anthropic_messages.read_reply(body)
     blocks = parse_object(body)["content"]
     blocks = [block for block in blocks if block.get("type") != "text" or block.get("text")]

@@ -87,7 +87,7 @@ class CompletionsWire(ChatWire):
             {
                 "index": choice.get("index", 0),
                 "message": {"role": "assistant", "content": choice.get("text")},
-                "finish_reason": choice.get("finish_reason"),
+                **{key: choice[key] for key in ("finish_reason",) if key in choice},
             }
             for choice in objects_among(reply.get("choices"))
         ]
@@ -158,11 +158,10 @@ class _TextAssembly:
                 continue
             choice = self._choices.setdefault(index, PartialObject({"index": index, "text": ""}))
             choice.append("text", str(given.get("text") or ""))
-            choice.fields["finish_reason"] = given.get("finish_reason") or choice.fields.get(
-                "finish_reason"
-            )
+            if reason := given.get("finish_reason"):
+                choice.fields["finish_reason"] = reason
             merge(choice.fields, unknown_in(given, _CHOICE_FIELDS))
-            self.has_reason = all(one.fields["finish_reason"] for one in self._choices.values())
+            self.has_reason = all(one.fields.get("finish_reason") for one in self._choices.values())
 
     def finish(self) -> bytes:
         """See `Assembly.finish`."""

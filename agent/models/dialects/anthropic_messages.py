@@ -529,7 +529,7 @@ def read_reply(body: bytes) -> Completion:
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise ModelError("malformed", "the reply's content is not a list of blocks")
     message = read_blocks(blocks)
-    ending = read_ending("stop_reason", reply.get("stop_reason"), message)
+    ending = read_ending("stop_reason", reply, message)
     raw_usage, usage = find_usage(reply), usage_in(reply)
     return Completion(
         message=message,

@@ -230,14 +230,17 @@ class ReplyEnding(NamedTuple):
         return next(iter(self.unknown.values()), None)
 
 
-def read_ending(field: str, word: Any, message: Message) -> ReplyEnding:
-    """Read the word in `field` with which an API says why `message` ended.
+def read_ending(field: str, given: Mapping[str, Any], message: Message) -> ReplyEnding:
+    """Read the word in `field` of `given` with which an API says why `message` ended.
 
-    A word that the table lacks counts as a usual end, but is reported in `unknown`. So is a word
-    that speaks of calls although the reply has only a text. Raises `ModelError("malformed")` if
-    there is no word, since a cut reply looks so, if the word says that the server broke the reply
-    off, or if the reply is empty but for an unknown word.
+    A word that the table lacks counts as a usual end, but is reported in `unknown`. So is null, and
+    a word that speaks of calls although the reply has only a text. Raises `ModelError("malformed")`
+    if the field is missing, since the body of a cut stream looks so, if the word says that the
+    server broke the reply off, or if the reply is empty but for an unknown word.
     """
+    if field not in given:
+        raise ModelError("malformed", f"the reply has no {field}")
+    word = "null" if given[field] is None else given[field]
     ending = find_ending(word)
     has_calls = bool(message.get("tool_calls"))
     is_empty = not (has_calls or message["content"].strip())

@@ -166,7 +166,7 @@ def read_reply(body: bytes) -> Completion:
     candidate = candidates[0]
     parts = _join_parts(get_object(candidate, "content").get("parts") or [])
     message = _read_joined(parts)
-    ending = read_ending("finishReason", candidate.get("finishReason"), message)
+    ending = read_ending("finishReason", candidate, message)
     finish_reason = ending.reason
     if finish_reason != "length" and any(map(is_open, parts)):
         raise ModelError("malformed", "the arguments of a call do not end")

@@ -204,7 +204,9 @@ class ChatAssembly:
             message["thinking_blocks"] = [block.build() for block in self._blocks]
         if self._calls:
             message["tool_calls"] = [call.build() for call in self._calls]
-        whole = {**self._choice, "message": message, "finish_reason": self._finish_reason}
+        whole = {**self._choice, "message": message}
+        if self._finish_reason is not None:
+            whole["finish_reason"] = self._finish_reason
         choices = [whole] if self._has_choice else []
         for index, other in self._others.items():
             choices += [{"index": index, **choice} for choice in other._build()["choices"]]
@@ -801,7 +803,7 @@ def read_reply(body: bytes) -> Completion:
     if not isinstance(raw, dict):
         raise ModelError("malformed", "the reply's choice has no message")
     message = read_message(raw)
-    ending = read_ending("finish_reason", choice.get("finish_reason"), message)
+    ending = read_ending("finish_reason", choice, message)
     finish_reason = ending.reason
     if isinstance(raw.get("refusal"), str) and not message["content"].strip():
         message["content"], finish_reason = raw["refusal"], "refusal"

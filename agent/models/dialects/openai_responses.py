@@ -593,8 +593,7 @@ def _read_ending(reply: Mapping[str, Any], message: Message) -> ReplyEnding:
         return ReplyEnding("stop", {})
     if status != "incomplete":
         raise ModelError("malformed", f"the reply's status is {status!r}")
-    reason = get_object(reply, "incomplete_details").get("reason")
-    return read_ending("reason", reason, message)
+    return read_ending("reason", get_object(reply, "incomplete_details"), message)
 
 
 def read_output(output: list[dict[str, Any]]) -> Message:

@@ -15,6 +15,7 @@ from aiohttp import web
 from agent.gateway.relay import CallLimits
 from agent.gateway.server import MAX_REQUEST_BYTES
 from agent.messages.message import Event
+from agent.models.errors import ModelError
 from agent.models.model import Price
 from agent.wires.agent_conversations import find_conversations
 from agent.wires.openai_completions import CompletionsWire, EmbeddingsWire
@@ -101,6 +102,17 @@ def test_calls_that_are_no_chats_are_passed_on_paid_and_recorded(api: str) -> No
             assert names == ["embeddings", "embeddings", "completion", "completion"]
 
     asyncio.run(run())
+
+
+def test_a_cut_stream_of_a_completion_is_no_reply() -> None:
+    """A whole reply may give null as its reason; the stream has none."""
+    wire = CompletionsWire()
+    assembly = wire.assembly()
+    assembly.add(PIECES[0])
+    with pytest.raises(ModelError, match="has no finish_reason"):
+        wire.read_reply(assembly.finish())
+    whole = {**TEXT, "choices": [{"index": 0, "text": "return 1", "finish_reason": None}]}
+    assert wire.read_reply(orjson.dumps(whole)).unknown_ending == "null"
 
 
 def test_a_budget_refuses_calls_that_are_no_chats() -> None:

@@ -121,6 +121,8 @@ def test_a_fault_has_its_kind_and_is_never_a_reply(
         pytest.skip("only a stream has events")
     if fault == "no_choices" and is_streamed and dialect != "openai_chat":
         pytest.skip("a stream without parts is an empty reply")
+    if fault == "no_finish" and not is_streamed and dialect != "openai_responses":
+        pytest.skip("a whole reply whose reason is null has an unknown ending")
     given = {"attempt_timeout_s": 0.1} if KINDS[fault] == "timeout" else {}
     with pytest.raises(ModelError) as caught:
         ask(dialect, fault, is_streamed=is_streamed, given=given)

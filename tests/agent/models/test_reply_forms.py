@@ -520,7 +520,7 @@ def test_a_server_that_refuses_stream_options_gets_none(
     assert "refuses stream_options" in caplog.text
 
 
-def with_ending(api: str, word: str) -> JSON:
+def with_ending(api: str, word: str | None) -> JSON:
     """A whole reply that ended for this reason."""
     body = whole_reply(api)
     match api:
@@ -531,6 +531,40 @@ def with_ending(api: str, word: str) -> JSON:
         case _:
             body |= {"status": "incomplete", "incomplete_details": {"reason": word}}
     return body
+
+
+@STREAMED
+@pytest.mark.parametrize("api", ["openai_chat", "anthropic_messages"])
+def test_an_ending_of_null_is_an_unknown_one(api: str, streamed: bool) -> None:
+    """Some servers give no reason in any of their whole replies; a cut stream has none either."""
+
+    async def run() -> None:
+        whole = [head(), dump(with_ending(api, None))]
+        async with run_server(lambda body, n: whole) as (root, asked):
+            model: RetryingModel = open_model(
+                settings_of(api, root, stream_replies=streamed),
+                api_key="sk-test",
+                on_retry=lambda retry: None,
+            )
+            try:
+                said = Request([Message(role="user", content="Hi.")])
+                for count in (2, 3):
+                    reply = await model.complete(said)
+                    assert (reply.unknown_ending, reply.finish_reason) == ("null", "stop")
+                    assert reply.message["content"] == "Hello."
+                    assert len(asked) == count
+            finally:
+                await model.close()
+
+    asyncio.run(run())
+    cut = [head(kind="text/event-stream"), sse(parts_of(api)[:-1])]
+    with pytest.raises(ModelError, match=r"has no (finish|stop)_reason"):
+        ask(api, lambda body, n: cut, streamed=streamed)
+    empty = with_ending(api, None)
+    text: JSON = empty["choices"][0]["message"] if api == "openai_chat" else empty
+    text["content"] = [] if api == "anthropic_messages" else ""
+    with pytest.raises(ModelError, match="reason is 'null'"):
+        ask(api, lambda body, n: [head(), dump(empty)], streamed=streamed)
 
 
 @EACH
