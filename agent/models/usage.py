@@ -154,9 +154,7 @@ def read_usage(raw: Mapping[str, Any] | None, *, is_fresh: bool = False) -> Usag
     given, made = _add_uncounted(given, made, total, cached=cached, reasoning=reasoning or 0)
     if "iterations" in raw:
         given, made, read, written = _add_iterations(raw, given, made, read, written)
-    if not given and not made:
-        # Such a server does not count: each call has input or output. 0 would cost nothing.
-        given = made = None
+    given, made = drop_impossible(given, made, cached)
     return Usage(
         input_tokens=given,
         output_tokens=made,
@@ -164,6 +162,18 @@ def read_usage(raw: Mapping[str, Any] | None, *, is_fresh: bool = False) -> Usag
         cache_write_tokens=written,
         reasoning_tokens=reasoning,
     )
+
+
+def drop_impossible(
+    given: int | None, made: int | None, cached: int | None
+) -> tuple[int | None, int | None]:
+    """Input and output, None for an input of 0, and for an output of 0 beside it.
+
+    Each call has input, so a server that says 0 does not count. 0 would cost nothing. Tokens that
+    were `cached` are input, too.
+    """
+    given = given if given != 0 else cached or None
+    return given, made if given or made else None
 
 
 def read_total(

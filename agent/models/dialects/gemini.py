@@ -19,7 +19,7 @@ from agent.models.dialects.gemini_calls import is_open, join_calls
 from agent.models.errors import ModelError
 from agent.models.model import Completion, ModelSettings, Request, StreamHandler
 from agent.models.parsing import get_object, make_call, parse_object, text_or_none
-from agent.models.usage import count_or_none, read_total
+from agent.models.usage import count_or_none, drop_impossible, read_total
 from batch_trajectories.basics.exact_json import objects_among
 
 # Streams of Gemini's generateContent: each part is a reply with the new content.
@@ -252,10 +252,12 @@ def usage_in(reply: Mapping[str, Any]) -> Usage | None:
         (written or 0) + (reasoning or 0),
         total,
     )
+    cached = count_or_none(raw.get("cachedContentTokenCount"))
+    given, made = drop_impossible(given, made, cached)
     return Usage(
         input_tokens=given,
         output_tokens=made,
-        cache_read_tokens=count_or_none(raw.get("cachedContentTokenCount")),
+        cache_read_tokens=cached,
         cache_write_tokens=None,
         reasoning_tokens=reasoning,
     )

@@ -51,6 +51,46 @@ def counts(completion: Completion) -> tuple[int | None, ...]:
 
 USAGES: list[tuple[str, str, Any, tuple[int | None, ...]]] = [
     (
+        "no input is impossible",
+        CHAT,
+        {"prompt_tokens": 0, "completion_tokens": 20},
+        (None, 20, None, None, None),
+    ),
+    (
+        "no input in the total either",
+        CHAT,
+        {"prompt_tokens": 0, "completion_tokens": 20, "total_tokens": 20},
+        (None, 20, None, None, None),
+    ),
+    (
+        "no input, and nothing from the cache",
+        MESSAGES,
+        {"input_tokens": 0, "output_tokens": 20, "cache_read_input_tokens": 0},
+        (None, 20, 0, None, None),
+    ),
+    (
+        "no input of Responses",
+        RESPONSES,
+        {"input_tokens": 0, "output_tokens": 20, "total_tokens": 20},
+        (None, 20, None, None, None),
+    ),
+    (
+        "all input is from the cache",
+        MESSAGES,
+        {"input_tokens": 0, "output_tokens": 20, "cache_read_input_tokens": 900},
+        (900, 20, 900, None, None),
+    ),
+    (
+        "all input is beside the count, in the cache",
+        CHAT,
+        {
+            "prompt_tokens": 0,
+            "completion_tokens": 20,
+            "prompt_tokens_details": {"cached_tokens": 900},
+        },
+        (900, 20, 900, None, None),
+    ),
+    (
         "xAI has reasoning beside the completion",
         CHAT,
         {
@@ -277,6 +317,17 @@ def test_gemini_counts_all_of_its_total(usage: Any, right: Any) -> None:
     assert counts(completion)[:2] == right
     kept = (completion.extra or {}).get("usage")
     assert kept == (None if usage.get("toolUsePromptTokenCount") else usage)
+
+
+@pytest.mark.parametrize(("cached", "right"), [(None, (None, 20)), (0, (None, 20)), (9, (9, 20))])
+def test_gemini_has_no_calls_without_input(cached: int | None, right: Any) -> None:
+    usage = {
+        "promptTokenCount": 0,
+        "candidatesTokenCount": 20,
+        "cachedContentTokenCount": cached,
+    }
+    completion = read_reply("gemini", json.dumps({**GEMINI, "usageMetadata": usage}).encode())
+    assert counts(completion)[:2] == right
 
 
 @pytest.mark.parametrize("read", [read_whole, read_stream])
