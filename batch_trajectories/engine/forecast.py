@@ -254,7 +254,7 @@ def _rate(rates: Iterable[float | None]) -> float | None:
 
 def _known_figure(entry: IndexEntry, number: float | None) -> float | None:
     """The figure of a conversation; 0 if it had no reply."""
-    return number if entry.turns else 0.0
+    return number if entry.has_replies else 0.0
 
 
 def _total(known: Sequence[float], left: int, draw: random.Random, *, so_far: float) -> Estimate:

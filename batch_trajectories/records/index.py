@@ -120,6 +120,11 @@ class IndexEntry(NamedTuple):
     """The reward, to seven digits."""
 
     @property
+    def has_replies(self) -> bool:
+        """Whether any reply was paid for; one that cannot be used is no turn, but has tokens."""
+        return self.turns > 0 or (self.input_tokens, self.output_tokens) != (None, None)
+
+    @property
     def passed(self) -> bool | None:
         """Whether the conversation passed; see `has_passed`."""
         return has_passed(self.verdict, self.reward)
@@ -399,14 +404,19 @@ class Index(Mapping[bytes, IndexEntry]):
             written = _join_bits(values[_OUTPUT_HIGH], values[_OUTPUT_LOW])
             sums.input_tokens += sum([number for number in read if number < MAX_TOKEN_COUNT])
             sums.output_tokens += sum([number for number in written if number < MAX_TOKEN_COUNT])
+            # As `IndexEntry.has_replies`.
+            paid = [
+                count > 0 or min(in_, out) < MAX_TOKEN_COUNT
+                for count, in_, out in zip(turns, read, written, strict=True)
+            ]
             sums.tokens_unknown += sum(
                 [
-                    count > 0 and max(in_, out) >= MAX_TOKEN_COUNT
-                    for count, in_, out in zip(turns, read, written, strict=True)
+                    is_paid and max(in_, out) >= MAX_TOKEN_COUNT
+                    for is_paid, in_, out in zip(paid, read, written, strict=True)
                 ]
             )
             sums.cost_unknown += sum(
-                [count > 0 and isnan(cost) for count, cost in zip(turns, costs, strict=True)]
+                [is_paid and isnan(cost) for is_paid, cost in zip(paid, costs, strict=True)]
             )
             for cost in costs:
                 if not isnan(cost):
@@ -418,7 +428,7 @@ class Index(Mapping[bytes, IndexEntry]):
         return any(entry.turns for _, entry in self.records())
 
     def costs(self) -> tuple[float, int]:
-        """The cost of all records together, and how many have turns of unknown cost.
+        """The cost of all records together, and how many have replies of unknown cost.
 
         Includes records that later ones replaced: they were paid for.
         """
@@ -426,10 +436,10 @@ class Index(Mapping[bytes, IndexEntry]):
         total, unknown = 0.0, 0
         for start in range(1, len(columns[0]), CHUNK):
             chunk = (column[start : start + CHUNK].tolist() for column in columns)
-            for length, turns, cost in zip(*chunk, strict=True):
+            for row, (length, turns, cost) in enumerate(zip(*chunk, strict=True), start):
                 if not isnan(cost):
                     total += cost if length else 0.0
-                elif length and turns:
+                elif length and (turns or self.entry(row).has_replies):
                     unknown += 1
         return total, unknown
 

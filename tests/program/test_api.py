@@ -22,6 +22,7 @@ from batch_trajectories.api.start import explain_exit
 from batch_trajectories.basics.errors import ConfigError, DatasetError, RunDirError, RunLocked
 from batch_trajectories.basics.process import hide_environment, restore_settings
 from batch_trajectories.engine.run_dir import hold_lock
+from batch_trajectories.engine.run_totals import as_table
 from batch_trajectories.engine.supervisor.run import Outcome
 from tests.helpers.answering import JSON, answering
 from tests.helpers.builders import chat_reply
@@ -126,6 +127,22 @@ class TestRun:
         assert (costs["known_total"], costs["spent_in_all"]) == (None, None)
         summary = json.loads((config.run_dir / "summary.json").read_bytes())
         assert (summary["spent_usd"], summary["spent_unknown"]) == (0, 3)
+
+    def test_the_cost_of_replies_that_cannot_be_used_is_unknown(self, tmp_path: Path) -> None:
+        """Without a price: as that of replies that are answers."""
+        usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+        empty = chat_reply("") | {"usage": usage}
+        config = scripted_config(tmp_path, max_attempts=1, call_attempts=1)
+        with answering(lambda path, body: (200, empty)) as (url, _):
+            served = {"model": "m", "base_url": f"{url}/v1", "key_env": "none"}
+            ended = run(config.model_copy(update=served), progress=False)
+        totals = ended.totals
+        assert (totals.turns, totals.input_tokens > 0) == (0, True)
+        assert (totals.cost_usd, totals.spent_usd) == (None, None)
+        assert (totals.cost_unknown, totals.spent_unknown) == (3, 3)
+        assert "$" not in as_table(totals)
+        costs = open_run(config.run_dir).statistics()["cost_usd"]
+        assert (costs["known_total"], costs["spent_in_all"]) == (None, None)
 
     def test_the_budget_is_exit_code_3(self, tmp_path: Path) -> None:
         totals = run(scripted_config(tmp_path), progress=False).totals

@@ -234,7 +234,9 @@ def test_tasks_are_matched_with_their_records(tmp_path: Path, seed: int) -> None
     assert list(index.current_entries()) == counting
     assert list(index.latest()) == counting[::-1]
     costs = [entry.cost_usd for _, entry in index.records() if entry.cost_usd is not None]
-    unknown = [entry for _, entry in index.records() if entry.turns and entry.cost_usd is None]
+    unknown = [
+        entry for _, entry in index.records() if entry.has_replies and entry.cost_usd is None
+    ]
     total, records = index.costs()
     assert total == pytest.approx(sum(costs))
     assert records == len(unknown) > 0
@@ -249,7 +251,7 @@ def test_sums_over_records_are_those_of_their_entries(tmp_path: Path) -> None:
     assert sums.endings == Counter(
         Ending(entry.status, entry.verdict, entry.error_class) for entry in entries
     )
-    with_turns = [entry for entry in entries if entry.turns]
+    paid = [entry for entry in entries if entry.has_replies]
     assert (sums.turns, sums.tool_calls) == (
         sum(entry.turns for entry in entries),
         sum(entry.tool_calls for entry in entries),
@@ -257,12 +259,12 @@ def test_sums_over_records_are_those_of_their_entries(tmp_path: Path) -> None:
     assert (sums.input_tokens, sums.output_tokens, sums.tokens_unknown) == (
         sum(entry.input_tokens or 0 for entry in entries),
         sum(entry.output_tokens or 0 for entry in entries),
-        sum(None in (entry.input_tokens, entry.output_tokens) for entry in with_turns),
+        sum(None in (entry.input_tokens, entry.output_tokens) for entry in paid),
     )
     assert sums.cost_usd == pytest.approx(sum(entry.cost_usd or 0 for entry in entries))
-    assert sums.cost_unknown == sum(entry.cost_usd is None for entry in with_turns)
-    assert 0 < sums.tokens_unknown < len(with_turns)
-    assert 0 < sums.cost_unknown < len(with_turns)
+    assert sums.cost_unknown == sum(entry.cost_usd is None for entry in paid)
+    assert 0 < sums.tokens_unknown < len(paid)
+    assert 0 < sums.cost_unknown < len(paid)
 
 
 def ending_fields(status: str, error_class: str | None, verdict: bool | None) -> IndexFields:
