@@ -25,7 +25,7 @@ class Refusal(NamedTuple):
     """A word such as "budget" or "stopped"."""
     message: str
     body: bytes | None = None
-    """The endpoint's own body, which is passed on unchanged; None: the message is sent."""
+    """The endpoint's own JSON, which is passed on unchanged; None: the message is sent."""
 
 
 class Answer:

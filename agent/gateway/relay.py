@@ -670,9 +670,17 @@ def make_free_request(path: str, headers: Mapping[str, str]) -> RelayRequest:
     )
 
 
+def _is_json(body: bytes) -> bool:
+    """Whether the body of an error is JSON, as clients expect it, and not a page of a proxy."""
+    try:
+        return isinstance(exact_json.loads(body), dict | list)
+    except exact_json.JSONDecodeError:
+        return False
+
+
 def _error_refusal(error: ModelError) -> Refusal:
     if error.reply is not None:
         status, body = error.reply
-        return Refusal(status, error.kind, str(error), body)
+        return Refusal(status, error.kind, str(error), body if _is_json(body) else None)
     status = _FAILED_UPSTREAM if error.action == "retry" else _STOP
     return Refusal(status, error.kind, str(error))

@@ -444,6 +444,26 @@ def test_what_the_endpoint_refuses_the_agent_reads_itself(api: str) -> None:
     asyncio.run(run())
 
 
+@EACH
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("page", [b"<html><h1>Entity too large</h1></html>", b"Entity too large"])
+def test_a_page_with_which_a_proxy_refuses_is_an_error_of_the_api(
+    api: str, page: bytes, is_stream: bool
+) -> None:
+    """Clients show the message of an error only in the form that they know."""
+
+    async def play(request: web.BaseRequest, content: bytes, n: int) -> web.StreamResponse:
+        return web.Response(status=413, body=page, content_type="text/html")
+
+    async def run() -> None:
+        async with run_gateway(api, play) as world:
+            status, said = await world.read(ask(stream=is_stream))
+            assert status == 413
+            assert "Entity too large" in orjson.loads(said)["error"]["message"]
+
+    asyncio.run(run())
+
+
 @pytest.mark.slow
 @EACH
 def test_a_reply_that_was_paid_for_and_cannot_be_read_is_on_record(api: str) -> None:
