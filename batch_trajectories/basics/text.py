@@ -9,6 +9,8 @@ from collections.abc import Sequence
 _NUMBERS = r"\b(?=[a-fA-F-]*\d)[0-9a-fA-F-]{8,}\b|(?<!HTTP )(?<!\d)\d+"
 """Numbers and hexadecimal ids, but not the number of an HTTP status."""
 _VALUES = re.compile(rf"'[^']*'|\"[^\"]*\"|{_NUMBERS}")
+_SENTENCE = re.compile(r"\S+(?: \S+){2,20}")
+"""A quoted text of three words or more, but not one as long as a quoted page."""
 
 _CUT_MARK = "[...]"
 
@@ -92,6 +94,19 @@ def escape_controls(text: str) -> str:
 def mask_values(text: str, mark: str = "") -> str:
     """Replace the parts that differ between messages of one kind: ids, numbers, quoted names."""
     return _VALUES.sub(mark, text)
+
+
+def mask_names(text: str) -> str:
+    """Remove ids, numbers and quotes as `mask_values` does, but keep the words of quoted sentences.
+
+    Such a sentence is mostly the message of another program, and the only difference.
+    """
+    return _VALUES.sub(lambda found: _words_in(found[0]), text)
+
+
+def _words_in(value: str) -> str:
+    inner = value[1:-1]
+    return re.sub(_NUMBERS, "", inner) if _SENTENCE.fullmatch(inner) else ""
 
 
 def plural(number: int, noun: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from batch_trajectories.basics.text import mask_values, single_line
+from batch_trajectories.basics.text import mask_names, single_line
 from batch_trajectories.records.files import (
     AppendFile,
     DamagedLine,
@@ -120,7 +120,7 @@ def why_tasks_failed(run_dir: Path, tasks: Collection[bytes]) -> list[dict[str, 
     """The reasons why the last attempts of these tasks failed, the most frequent first.
 
     Keys: `class`, `message` (an example, in one line) and `count`. Messages count as one if their
-    last lines differ only in numbers and quoted texts. Writes nothing.
+    last lines differ only in numbers, ids and quoted names. Writes nothing.
     """
     if not tasks:
         return []
@@ -131,7 +131,7 @@ def why_tasks_failed(run_dir: Path, tasks: Collection[bytes]) -> list[dict[str, 
             continue
         if (key := task_key(line["id"], line["input_digest"])) in tasks:
             last_line = line["message"].strip().rpartition("\n")[2]
-            last[key] = kind = (line["class"], mask_values(last_line))
+            last[key] = kind = (line["class"], mask_names(last_line))
             examples[kind] = line["message"]
     counts = Counter(last.values()).most_common(_MAX_REASONS)
     return [

@@ -20,7 +20,12 @@ from batch_trajectories.basics.errors import RunDirError
 from batch_trajectories.batch_api.batch_log import BatchLog
 from batch_trajectories.config.endpoints import Cost
 from batch_trajectories.engine.supervisor.budget import BudgetLog, set_aside_damaged
-from batch_trajectories.records.failures import Failure, FailureFile, load_failed_attempts
+from batch_trajectories.records.failures import (
+    Failure,
+    FailureFile,
+    load_failed_attempts,
+    why_tasks_failed,
+)
 from batch_trajectories.records.files import (
     AppendFile,
     StorageError,
@@ -634,3 +639,36 @@ def test_a_pipe_in_place_of_a_json_file_is_not_read(tmp_path: Path) -> None:
     os.write(writer, b"{}")
     threading.Timer(2, os.close, [writer]).start()
     assert read_json(tmp_path / "progress.json") is None
+
+
+@pytest.mark.parametrize(
+    ("messages", "counts"),
+    [
+        (
+            [
+                "ClientError: 400, message='Can not decode content-encoding: brotli'",
+                "ClientError: 400, message='Can not decode content-encoding: brotli'",
+                "ClientError: 400, message='Not enough data for the length 12'",
+                "ClientError: 400, message='Not enough data for the length 345'",
+                'ClientError: 400, message="Bad status line"',
+            ],
+            [2, 2, 1],
+        ),
+        (["no tool 'a'", "no tool 'b'", "no tool 'New York'"], [3]),
+        (["id 0badcafe12 of 7", "id deadbeef99 of 8"], [2]),
+        ([f"not JSON: {'page ' * 30 + name!r}" for name in ("a", "b")], [2]),
+    ],
+    ids=["sentences", "names", "ids and numbers", "quotes of a page"],
+)
+def test_unlike_reasons_are_not_counted_as_one(
+    tmp_path: Path, messages: list[str], counts: list[int]
+) -> None:
+    """A summary shows the words of one of them; quoted names, ids and numbers make none unlike."""
+    file = FailureFile(tmp_path, tmp_path / "q")
+    for n, message in enumerate(messages):
+        file.append(Failure(f"t{n}", "d", 1, "connection", message))
+    file.close()
+    tasks = {task_key(f"t{n}", "d") for n in range(len(messages))}
+    reasons = why_tasks_failed(tmp_path, tasks)
+    assert [reason["count"] for reason in reasons] == counts
+    assert all(reason["message"] in messages for reason in reasons)
