@@ -119,6 +119,15 @@ CHECKED = {"passed": True, "reward": 1.0}
 SCORE = {"source": "m:f", "version": "1", "error": None, "rewards": {"f": 1.0}}
 FAILED_SCORE = {**SCORE, "error": "ValueError", "rewards": None}
 
+
+def inputs(*tokens: int) -> list[dict[str, Any]]:
+    """Turns with these numbers of input tokens."""
+    return [
+        {"turn": n, "usage": {"input_tokens": count, "output_tokens": 5}}
+        for n, count in enumerate(tokens, start=1)
+    ]
+
+
 FOUND: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "unfinished": (
         [record(n, status="max_turns" if n % 3 else "completed") for n in range(30)],
@@ -173,6 +182,11 @@ FOUND: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
         ],
         {},
         "r1",
+    ),
+    "shrinking_inputs": (
+        [record(n, turns=inputs(1513, 4086, 4076 if n == 2 else 4100)) for n in range(30)],
+        {},
+        "r2",
     ),
     "leak_suspected": ([leaking(n) if n == 6 else record(n) for n in range(30)], {}, "r6"),
     "failed_checks": (
@@ -310,3 +324,16 @@ def test_the_command_names_problems_and_fails_on_demand(tmp_path: Path) -> None:
     refused = run(tmp_path, "stats", "r", "--fail_on=hollow")
     assert refused.returncode == 2
     assert "no health check is called 'hollow'" in refused.stderr
+
+
+def test_dropped_reasoning_and_views_may_make_inputs_shorter() -> None:
+    thought = [*record(0)["messages"][:3], assistant_message("ready", reasoning="Hm.")]
+    turns = inputs(1513, 4086, 4076)
+    shorter = [{**one, "request": {"summary": "So far."}} for one in turns]
+    for changes in (
+        {"messages": thought, "turns": turns},
+        {"view_compacted": True, "turns": turns},
+        {"turns": shorter},
+        {"turns": [turns[0], turns[2]]},
+    ):
+        assert not problems(record(n, **changes) for n in range(30)), changes

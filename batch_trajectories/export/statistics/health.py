@@ -20,7 +20,7 @@ from batch_trajectories.export.conversation.turns import tool_names
 from batch_trajectories.export.statistics.cache_use import CacheUse, PriceOf
 from batch_trajectories.export.statistics.counts import KeyCounts
 from batch_trajectories.records.checks import ended_by_wrong_answer, judge_record
-from batch_trajectories.records.record_types import Record, StoredMessage
+from batch_trajectories.records.record_types import Record, StoredMessage, StoredTurn
 
 
 class HealthCheck(NamedTuple):
@@ -54,6 +54,12 @@ HEALTH_CHECKS: Mapping[str, HealthCheck] = {
         0.1,
         20,
         "turns lacked more than a tenth of what the request before had left in the prompt cache",
+    ),
+    "shrinking_inputs": HealthCheck(
+        0.01,
+        10,
+        "longer requests had fewer input tokens than the ones before: the server may cut what does "
+        "not fit (Ollama: raise num_ctx), or count only what its cache lacked",
     ),
     "leak_suspected": HealthCheck(
         0, 1, "conversations with a check made calls that look for its solution"
@@ -154,6 +160,7 @@ class Health:
             found = counts.failures.count(kind) if counts.failures else 0
             self._count(name, id, found, of=counts.results)
         self._add_calls(record, authored)
+        self._add_inputs(record, turns)
         self.caches.add(record)
         judgement = judge_record(record)
         if judgement.reward is not None:
@@ -239,6 +246,28 @@ class Health:
             self._found[name] += found
             examples = self._examples[name]
             examples += [example] * min(found, _MAX_EXAMPLES - len(examples))
+
+    def _add_inputs(self, record: Record, turns: Sequence[StoredTurn]) -> None:
+        """Count requests that repeat the one before, and those of them with fewer tokens.
+
+        Records of other programs are left out, and those whose requests may become shorter: by
+        views and summaries, or as templates drop the reasoning of earlier turns.
+        """
+        if record.imported is not None or record.view_compacted:
+            return
+        shrunk = compared = 0
+        for before, turn in pairwise(turns):
+            if turn.exchange is not None or turn.request is not None or before.request is not None:
+                continue
+            if before.usage is None or turn.usage is None or turn.turn != before.turn + 1:
+                continue
+            had, has = before.usage.input_tokens, turn.usage.input_tokens
+            if had is not None and has is not None:
+                compared += 1
+                shrunk += has < had
+        if shrunk and any(message.reasoning for message in record.messages):
+            return
+        self._count("shrinking_inputs", record.id, shrunk, of=compared)
 
     def _add_calls(self, record: Record, authored: AuthoredWork) -> None:
         offered = tool_names(record.tools)

@@ -16,6 +16,7 @@ const SHORT_PROBLEMS = {
   unfinished: "not completed", no_tokens: "without token counts", hollow_turns: "empty turns", cut_turns: "turns cut at the token limit",
   repeated_calls: "repeat one call", invalid_calls: "calls with invalid arguments", interrupted_calls: "interrupted calls",
   failing_tools: "tools always fail", failing_prompts: "prompts always fail", cache_misses: "turns missed the prompt cache",
+  shrinking_inputs: "requests were cut",
   leak_suspected: "look for the solution", failed_checks: "checks without result", failed_scores: "scores failed",
   instant_passes: "instant passes",
   constant_rewards: "values with one reward",
