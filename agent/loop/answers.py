@@ -70,7 +70,8 @@ def matches(
         return _contains_words(_normalize_text(answer), _normalize_text(wanted))
     answer = answer.strip()[-_READ_CHARS:]
     if rule == "choice":
-        return choices_in(answer) == _letters(wanted)
+        letters = _letters(wanted)
+        return bool(letters) and choices_in(answer) == letters
     if rule == "number":
         number, given = parse_number(wanted), number_in(answer, question)
         return number is not None and given is not None and are_equal(given, number, tolerance)
@@ -79,6 +80,18 @@ def matches(
     if rule == "last_line":
         return are_same(_remove_introduction(_last_line(answer)), wanted)
     return any(are_same(one, wanted) for one in _candidate_texts(answer))
+
+
+def why_unusable(expected: str, match: Match) -> str | None:
+    """Why no answer can be compared with this expected answer by the rule; None if some can."""
+    wanted = expected if match == "exact" else extract_expected(expected)
+    if not wanted.strip():
+        return "has no answer"
+    if match == "number" and parse_number(wanted) is None:
+        return "is no number"
+    if match == "choice" and not _letters(wanted):
+        return "names none of the choices A to J"
+    return None
 
 
 def choose_rule(expected: str) -> Match | Literal["text"]:

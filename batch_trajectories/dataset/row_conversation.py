@@ -467,13 +467,13 @@ def read_texts(columns: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 def read_expected(columns: Mapping[str, Any], match: Match) -> str:
     """Read the text that the answer is compared with by the rule `match`. Raises `ValueError`."""
-    from agent.loop.answers import extract_expected  # most runs compare no answers
+    from agent.loop.answers import why_unusable  # most runs compare no answers
 
     column, expected = expected_column(columns), expected_text(columns)
     if expected is None:
         got = json_type(columns.get(column))
         raise ValueError(f"`{column}` must be text or a number, for check_expected (got {got})")
-    if not (expected if match == "exact" else extract_expected(expected)).strip():
+    if (why := why_unusable(expected, match)) is not None:
         excerpt = clip(repr(expected), max_chars=50)
-        raise ValueError(f"`{column}`: {excerpt} has no answer, which check_expected needs")
+        raise ValueError(f"`{column}`: {excerpt} {why}, which check_expected needs")
     return expected

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from agent.loop.answers import matches
 from agent.options import AgentOptions
 from batch_runner import main
 from batch_trajectories.dataset.row import RowRules
@@ -569,6 +570,23 @@ class TestTarget:
         with pytest.raises(ValueError, match=f"`{column}`: .* has no answer, which check_expected"):
             RowRules(options=AgentOptions(check_expected=True)).read(row)
         assert RowRules().read(row).spec.expected is None
+
+    @pytest.mark.parametrize(
+        ("match", "text", "why"),
+        [
+            ("number", "blue", "is no number"),
+            ("number", "The answer is 12.", "is no number"),
+            ("choice", "yes", "names none of the choices A to J"),
+            ("choice", "2", "names none of the choices A to J"),
+        ],
+    )
+    def test_a_row_whose_answer_the_rule_cannot_compare_is_refused(
+        self, match: Any, text: str, why: str
+    ) -> None:
+        options = AgentOptions(check_expected=True, expected_match=match)
+        with pytest.raises(ValueError, match=f"`expected`: '{text}' {why}"):
+            RowRules(options=options).read({"prompt": "Which?", "expected": text})
+        assert not matches("I do not know.", text, match)
 
     def test_an_exact_comparison_takes_any_text_but_blanks(self) -> None:
         options = AgentOptions(check_expected=True, expected_match="exact")
