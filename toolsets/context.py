@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
-
-import msgspec
 
 from batch_trajectories.basics.errors import ToolError, machine_failure
 from toolsets.sandbox.base import Sandbox
@@ -39,7 +38,8 @@ class SharedBrowser(Held, Protocol):
         """Return the running browser; start it if there is none. Raises `ToolError`."""
 
 
-class ToolContext(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ToolContext:
     """The files, sandbox and settings of a task: the first argument of a tool function."""
 
     workspace: Files
@@ -54,7 +54,7 @@ class ToolContext(msgspec.Struct, frozen=True):
     """The live messages of the conversation while a call runs; do not change them."""
     user_reply: str | None = None
     """The user's reply, if the tool asked for input and is called again with it."""
-    held: dict[str, Held] = msgspec.field(default_factory=dict)
+    held: dict[str, Held] = field(default_factory=dict)
     """Resources that tools opened for this task, by a name that the tool chooses."""
 
     resumed: bool = False

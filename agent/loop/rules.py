@@ -87,7 +87,8 @@ _MAX_UNUSABLE_TURNS = 3
 _ROUNDING = 1e-9
 """Relative rounding error of sums of dollars."""
 
-_SUMMARY = "final_summary"
+FINAL_SUMMARY = "final_summary"
+"""The reason of the note that asks for a last answer, without tools."""
 
 _REPEATED = (
     "Note: this very call was made before, with the same result. Repeating it will not help; try "
@@ -128,7 +129,7 @@ def next_step(t: Trajectory, spec: ConversationSpec) -> NextStep:
         # Subagents that a crash interrupted continue to their own ending, as without the crash.
         subagents = [(n, call) for n, call in t.open_calls() if call["id"] in t.inner]
         return RunTools(subagents) if subagents else end
-    if t.count_notes(_SUMMARY):
+    if t.count_notes(FINAL_SUMMARY):
         return _summary_step(t, options)
     if end := _reasks_ending(t, options):
         return end
@@ -356,7 +357,7 @@ def _continue_step(
         return note or CallModel()
     if at_turn_limit is not None:
         return at_turn_limit
-    return AddNote(_SUMMARY, _SUM_UP) if options.final_summary else Finish("max_turns")
+    return AddNote(FINAL_SUMMARY, _SUM_UP) if options.final_summary else Finish("max_turns")
 
 
 def refusal_ending(kind: str, message: str) -> Finish | None:

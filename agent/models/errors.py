@@ -231,7 +231,7 @@ _CONTEXT = (
 Inference, then Anthropic."""
 
 _PROMPT = (
-    r"(\d[\d,]*) (?:input tokens|(?:tokens )?(?:in|from) the (?:input|messages|prompt)"
+    r"(\d[\d,]*) (?:input tokens|(?:tokens )?(?:in|from) (?:the|your) (?:input|messages|prompt)"
     r"|of text input|`inputs` tokens|\+ \d[\d,]* >)"
 )
 """The size of the prompt in such an error, in the same order; "of text input" is OpenRouter's."""
@@ -240,14 +240,14 @@ _PROMPT = (
 def blame_reply_limit(error: ModelError) -> None:
     """Make a refused first request a `bad_request`, if it is refused for the limit on its reply.
 
-    Prompt and limit together exceed the model's context, but the prompt alone has room in it. Then
-    the limit is wrong for all prompts; later in a conversation the context is simply full.
+    Prompt and limit together exceed the model's context, of which the prompt needs less than half.
+    Then most prompts will be refused; a longer prompt, or a later request, simply has no room.
     """
     if error.kind != "context_exceeded":
         return
     message = str(error).lower()
     context, prompt = re.search(_CONTEXT, message), re.search(_PROMPT, message)
-    if context and prompt and _number(prompt[1]) < _number(context[1]):
+    if context and prompt and 2 * _number(prompt[1]) < _number(context[1]):
         error.kind = "bad_request"
 
 

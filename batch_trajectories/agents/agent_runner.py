@@ -530,7 +530,7 @@ def _ending(
             return Finish("completed")
     if relay.last_error is not None:
         error = relay.last_error
-        if last is None:
+        if last is None and not before:
             blame_reply_limit(error)
         if (end := refusal_ending(error.kind, str(error))) is not None:
             return end

@@ -63,7 +63,7 @@ def endpoints(config_file: Path | None, as_json: bool) -> None:
 @click.command()
 @run_argument("run", required=False)
 @output_dir_option
-@click.option("--json", "as_json", is_flag=True, help="With RUN: print JSON.")
+@click.option("--json", "as_json", is_flag=True, help="With RUN: print failures as JSON.")
 def errors(run: str | None, output_dir: Path, as_json: bool) -> None:
     """List what failed or ended early in RUN, and what to do about it.
 

@@ -10,6 +10,7 @@ stands for the row; the other rows are read.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -204,6 +205,9 @@ def _has_nan(value: Any) -> bool:
         case dict():
             return any(map(_has_nan, value.values()))
         case list():
+            with contextlib.suppress(TypeError):  # other values than numbers are looked at singly
+                if math.isfinite(sum(value)):
+                    return False
             return any(map(_has_nan, value))
         case _:
             return False

@@ -297,8 +297,12 @@ def chat_column(columns: Mapping[str, Any]) -> str:
     A list comes before a text, which may be anything.
     """
     lists = (name for name in CHAT_COLUMNS if isinstance(columns.get(name), list))
-    texts = (name for name in CHAT_COLUMNS if isinstance(columns.get(name), str) and columns[name])
+    texts = (name for name in CHAT_COLUMNS if _looks_like_json(columns.get(name)))
     return next(lists, None) or next(texts, "prompt")
+
+
+def _looks_like_json(value: Any) -> bool:
+    return isinstance(value, str) and value.lstrip().startswith(("[", "{"))
 
 
 def read_chat(columns: Mapping[str, Any], name: str) -> list[Any]:

@@ -261,6 +261,9 @@ def _read_source_rows(source: DataSource) -> Iterator[SourceRow | Unreadable]:
             else:
                 why = str(content) if row == TOO_LONG else "not an object"
                 yield Unreadable(why, number)
+        if left_out.numbers:
+            columns = ", ".join(sorted(left_out.numbers))
+            yield Unreadable(f"NaN and infinite numbers, which JSON has not, in: {columns}", None)
     except DatasetError as error:
         damaged = Unreadable(_strip_source(str(error), source.name), number + 1 if number else None)
         damaged.is_damaged = True

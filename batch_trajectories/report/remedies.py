@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ from batch_trajectories.basics.errors import AgentFailed, SandboxLost
 from batch_trajectories.basics.text import plural, single_line
 from batch_trajectories.records.checks import CHECK_FAILED
 from batch_trajectories.records.failures import WORKER_DIED, failures_by_class
+from batch_trajectories.records.index import IndexEntry
+from batch_trajectories.records.reader import open_index, read_record
+from batch_trajectories.records.records import UnreadableRecord
 from batch_trajectories.report.formatting import plain
 
 _OTHER_REMEDIES: Mapping[str, str] = {
@@ -57,20 +61,24 @@ _WHOLE = ("completed", "wrong_answer", "failed")
 
 def early_endings(stored: StoredRun) -> list[dict[str, Any]]:
     """The conversations that ended early, by ending, in the form of `run_errors`."""
-    ids: dict[str, list[str]] = {}
-    for id, entry in stored.entries():
-        if entry.status not in _WHOLE:
-            ids.setdefault(entry.status, []).append(id)
-    return [
-        {
-            "class": status,
-            "count": len(ended),
-            "id": ended[-1],
-            "message": stored.find(ended[-1]).status_reason or "no further reason",
-            "remedy": _ENDING_REMEDIES.get(status, "Read one of them: `show RUN ID`."),
-        }
-        for status, ended in sorted(ids.items(), key=lambda one: (-len(one[1]), one[0]))
-    ]
+    counts: Counter[str] = Counter()
+    last: dict[str, tuple[bytes, IndexEntry]] = {}
+    endings = []
+    with open_index(stored.path, lenient=True) as (index, records):
+        for key, entry in index.records():
+            if entry.status not in _WHOLE:
+                counts[entry.status] += 1
+                last[entry.status] = key, entry
+        for status, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])):
+            key, entry = last[status]
+            try:
+                record = read_record(records, entry.offset, entry.length, key)
+                example = {"id": record.id, "message": record.status_reason or "no further reason"}
+            except UnreadableRecord as error:
+                example = {"id": "?", "message": str(error)}
+            remedy = _ENDING_REMEDIES.get(status, "Read one of them: `show RUN ID`.")
+            endings.append({"class": status, "count": count, "remedy": remedy, **example})
+    return endings
 
 
 def run_errors(stored: StoredRun) -> list[dict[str, Any]]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import tarfile
+from dataclasses import replace
 from typing import Any
-
-from msgspec.structs import replace
 
 from agent.loop.rules import Finish
 from batch_trajectories.audit.solving import NotApplied, apply_patch

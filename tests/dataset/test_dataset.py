@@ -277,7 +277,6 @@ def test_json_text_of_a_conversation_is_the_same_task_as_its_list(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("Say hi", "the JSON text of one (not JSON: "),
         ("[{'role': 'user', 'content': 'a'}]", "the JSON text of one (not JSON: "),
         ('{"role": "user", "content": "a"}', "the JSON text of one (got an object)"),
         ("[" * 101 + "]" * 101, "nested deeper than 100 levels"),
@@ -299,6 +298,8 @@ def test_text_in_a_chat_column_means_nothing_beside_a_prompt_or_a_list() -> None
     assert opening_messages({"messages": "any", "conversations": chat}, None) == chat
     with pytest.raises(ValueError, match="no `prompt` field"):
         opening_messages({"messages": ""}, None)
+    with pytest.raises(ValueError, match="to take `question` give --columns prompt=question"):
+        opening_messages({"question": "Why?", "conversations": "a summary of the talk"}, None)
 
 
 def test_a_part_in_the_form_of_another_api_is_not_blamed() -> None:

@@ -112,7 +112,9 @@ def test_shares_are_by_endpoint_by_turn_and_of_what_requests_repeat() -> None:
 
 
 def test_misses_say_what_they_cost_and_their_likely_cause() -> None:
-    (found,) = [one for one in health_of(*[growing(COLD)] * 4, price=PRICE) if one["of"] == 36]
+    (found,) = [
+        one for one in health_of(*[growing(COLD)] * 4, price=PRICE) if one["name"] == "cache_misses"
+    ]
     lost = 4 * sum(GROWS * n for n in range(2, 10))
     assert (found["name"], found["found"], found["is_problem"]) == ("cache_misses", 32, True)
     assert found["examples"] == ["r0", "r1", "r2"]

@@ -335,5 +335,6 @@ def test_dropped_reasoning_and_views_may_make_inputs_shorter() -> None:
         {"view_compacted": True, "turns": turns},
         {"turns": shorter},
         {"turns": [turns[0], turns[2]]},
+        {"turns": turns, "notes": [{"turn": 2, "reason": "final_summary"}]},
     ):
         assert not problems(record(n, **changes) for n in range(30)), changes

@@ -26,7 +26,15 @@ from batch_trajectories.engine.supervisor.refusals import Outages
 from run_agent import AIAgent
 from tests.helpers.answering import Handler, answering, listening
 from tests.helpers.builders import chat_reply, completion
-from tests.helpers.running import PATIENCE_S, lines, run, started, wait_until, write_prompts
+from tests.helpers.running import (
+    PATIENCE_S,
+    lines,
+    run,
+    started,
+    wait_until,
+    write_prompts,
+    write_rows,
+)
 
 NOBODY = "http://a-name-that-is-none.invalid/v1"
 URL = "http://127.0.0.1:1/v1"
@@ -188,6 +196,29 @@ def test_a_limit_of_a_day_stops_the_run_and_fails_no_task(tmp_path: Path) -> Non
             assert "Set --rpm, --tpm" in done.stderr
     assert not lines(tmp_path / "trajectories" / "r" / "failures.jsonl")
     assert len(lines(tmp_path / "trajectories" / "r" / "records.jsonl")) == 2
+
+
+@pytest.mark.slow
+def test_a_call_that_alone_is_refused_for_too_long_fails_its_task(tmp_path: Path) -> None:
+    write_rows(
+        tmp_path / "p.jsonl",
+        {"id": "big", "prompt": "big"},
+        *({"prompt": f"{n}"} for n in range(9)),
+    )
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if "big" in str(body["messages"]):
+            return 429, {"error": {"message": "This request would exceed your rate limit."}}
+        time.sleep(1.5)
+        return 200, chat_reply("Done.")
+
+    given: dict[str, Any] = {**OPTIONS, "model": "openai:m", "key_env": "none", "batch_size": 2}
+    with answering(answer) as (root, _):
+        done = run(tmp_path, **given, base_url=root, num_workers=1, call_timeout_s=4)
+    assert done.returncode == 1, done.stderr
+    (failure,) = lines(tmp_path / "trajectories" / "r" / "failures.jsonl")
+    assert (failure["id"], failure["class"]) == ("big", "rate_limited")
+    assert len(lines(tmp_path / "trajectories" / "r" / "records.jsonl")) == 9
 
 
 def limit_told(run_dir: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -64,7 +65,8 @@ class Extras(msgspec.Struct, frozen=True):
     """A writable directory, empty at first and removed with the sandbox; ignored in images."""
 
 
-class ExecResult(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ExecResult:
     """The result of one call: how it ended and what it printed."""
 
     exit_code: int | None

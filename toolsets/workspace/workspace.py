@@ -13,11 +13,10 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
-
-import msgspec
 
 from batch_trajectories.basics.errors import HOST_ERRNOS, HostError, ToolError, describe_errno
 from toolsets.workspace.removal import remove_tree
@@ -47,7 +46,8 @@ class PathError(ToolError):
         self.is_missing = is_missing
 
 
-class FileEntry(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class FileEntry:
     """A file or directory in the workspace."""
 
     path: str

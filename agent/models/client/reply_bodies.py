@@ -144,7 +144,7 @@ def _split_events(raw: bytes) -> list[ServerEvent]:
 
 def _wrap_error(data: str) -> str:
     """The data of an event that is an error, as an object with the key `error`."""
-    if '"error"' in data:
+    if '"error"' in data or data.startswith(_END_OF_STREAM):
         return data
     return f'{{"error":{data if _is_whole_event(data.strip()) else json.dumps(data.strip())}}}'
 
@@ -230,10 +230,10 @@ async def read_document(response: Response, parts: list[bytes], api: str) -> byt
 
 async def read_error_body(response: Response) -> bytes:
     """Read the body of an error, up to the maximum size, a break or a silence; ignore the rest."""
-    parts = []
+    parts: list[bytes] = []
     left = MAX_REPLY_BYTES
     with contextlib.suppress(aiohttp.ClientError):
-        while part := await _read_part(response, _COUNTS_S):
+        while part := await _read_part(response, _COUNTS_S if parts else None):
             left -= len(part)
             if left < 0:
                 break

@@ -14,6 +14,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
 from agent.models.admission import CallAdmission, CostEstimate
 from agent.models.client.relayed import RelayRequest
+from agent.models.dialects.dialect import NO_ENDING
 from agent.models.endpoint_words import find_ending
 from agent.models.errors import Kind, ModelError
 from agent.models.keys import Key
@@ -84,6 +85,8 @@ class RetryingModel:
         self._key_source = settings.describe_key_source(api_key)
         self._answered_at = -math.inf
         self._usual_endings: set[str] = set()
+        self._gives_endings = False
+        """A reply has ended with a known word."""
         self._on_retry = on_retry
         self.asked = settings
         """The user's settings, with options that the endpoint may have refused."""
@@ -109,7 +112,11 @@ class RetryingModel:
         except ModelError as error:
             if not error.may_pass:
                 raise
-            return await self._ask_again(request, patience, error)
+            try:
+                return await self._ask_again(request, patience, error)
+            except ModelError as last:
+                last.has_answered_others |= self._answered_at > patience.began_at
+                raise
 
     async def close(self) -> None:
         """See `Adapter.close`."""
@@ -170,7 +177,9 @@ class RetryingModel:
         began_at = time.monotonic()
         try:
             completion = await self._adapter.complete(request)
-            if completion.unknown_ending is not None:
+            if completion.unknown_ending is None:
+                self._gives_endings = True
+            else:
                 self._check_ending(completion, request, patience)
         except ModelError as error:
             error.has_answered_others = self._answered_at > began_at - _RECENTLY_S
@@ -191,7 +200,9 @@ class RetryingModel:
         """
         word = completion.unknown_ending
         assert word is not None
-        if isinstance(request, RelayRequest) or word in self._usual_endings:
+        # Where others have one, a reply that lacks it was cut.
+        is_usual = word in self._usual_endings and not (word == NO_ENDING and self._gives_endings)
+        if isinstance(request, RelayRequest) or is_usual:
             return  # an agent has received the parts of its reply already
         if patience.has_doubted:
             self._usual_endings.add(word)
@@ -238,7 +249,7 @@ class _Patience:
         """The next pause after a failure that load may have caused, and after any other."""
         self._was_told = False
         """The endpoint has asked this call for a pause before."""
-        self._began_at = time.monotonic()
+        self.began_at = time.monotonic()
         self.has_doubted = False
         """A reply of this call was asked for again because of the word with which it ended."""
         self.waited_s = 0.0
@@ -313,7 +324,7 @@ class _Patience:
                 pause_s = min(2 * pause_s, _max_wait_s(error))
 
     def _left_s(self) -> float:
-        tried_s = time.monotonic() - self._began_at - self.waited_s
+        tried_s = time.monotonic() - self.began_at - self.waited_s
         return self._settings.call_timeout_s - tried_s
 
 

@@ -214,6 +214,10 @@ def _read_cost(dialect: Dialect, reply: Mapping[str, Any]) -> Completion | None:
 # The reasons why replies end, in the same words for every API.
 
 
+NO_ENDING = "null"
+"""The word for a reason of null."""
+
+
 class ReplyEnding(NamedTuple):
     """The reason why a reply ended."""
 
@@ -240,7 +244,7 @@ def read_ending(field: str, given: Mapping[str, Any], message: Message) -> Reply
     """
     if field not in given:
         raise ModelError("malformed", f"the reply has no {field}")
-    word = "null" if given[field] is None else given[field]
+    word = NO_ENDING if given[field] is None else given[field]
     ending = find_ending(word)
     has_calls = bool(message.get("tool_calls"))
     is_empty = not (has_calls or message["content"].strip())

@@ -141,6 +141,8 @@ class Calls:
         # Each of many attempts was refused, and so was everything else: the limit of a day, say.
         if error.kind == "rate_limited":
             return not error.has_answered_others
+        if error.kind == "malformed" and error.reply is not None:
+            return False  # the endpoint works, and refused what the model wrote
         return error.endpoint not in self.proven and error.kind in ENDPOINT_FAILURES
 
     async def must_stop_run(self, error: ModelError) -> bool:

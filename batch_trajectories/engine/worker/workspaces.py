@@ -341,7 +341,7 @@ class Workspaces:
         if self._images is None:
             workspace = Workspace(root)
             sandbox = self._make_sandbox(workspace, row, limits)
-            return msgspec.structs.replace(context, workspace=workspace, sandbox=sandbox, held={})
+            return replace(context, workspace=workspace, sandbox=sandbox, held={})
         spec = self._spec_of_check(row, check)
         sandbox = await self._sandbox_in_image(
             root, row, msgspec.structs.replace(spec, user=user or spec.user), limits
@@ -414,9 +414,7 @@ class Workspaces:
 
         workspace = Workspace(root)
         workspace.start_dir = context.workspace.start_dir
-        return msgspec.structs.replace(
-            context, workspace=ImageFiles(workspace, sandbox), sandbox=sandbox
-        )
+        return replace(context, workspace=ImageFiles(workspace, sandbox), sandbox=sandbox)
 
     async def _sandbox_in_image(
         self, root: Path, row: RowTask, spec: ImageSpec, limits: Limits | None = None

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from agent.loop.rules import FINAL_SUMMARY
 from agent.models.scripted import API as SCRIPTED
 from batch_trajectories.export.conversation.leaks import find_leaks
 from batch_trajectories.export.conversation.own_work import AuthoredWork
@@ -250,16 +251,19 @@ class Health:
     def _add_inputs(self, record: Record, turns: Sequence[StoredTurn]) -> None:
         """Count requests that repeat the one before, and those of them with fewer tokens.
 
-        Records of other programs are left out, and those whose requests may become shorter: by
-        views and summaries, or as templates drop the reasoning of earlier turns.
+        Records of other programs are left out, and requests that may become shorter: by views and
+        summaries, as templates drop the reasoning of earlier turns, or without tools at the end.
         """
         if record.imported is not None or record.view_compacted:
             return
+        without_tools = {note.turn + 1 for note in record.notes if note.reason == FINAL_SUMMARY}
         shrunk = compared = 0
         for before, turn in pairwise(turns):
             if turn.exchange is not None or turn.request is not None or before.request is not None:
                 continue
             if before.usage is None or turn.usage is None or turn.turn != before.turn + 1:
+                continue
+            if turn.turn in without_tools:
                 continue
             had, has = before.usage.input_tokens, turn.usage.input_tokens
             if had is not None and has is not None:

@@ -529,7 +529,7 @@ def test_an_error_that_quotes_the_request_is_not_about_its_words() -> None:
 def test_an_error_that_quotes_the_model_is_not_about_its_words(told: str, quoted: str) -> None:
     body = json.dumps(nested_error(told.replace("{quoted}", quoted), type="api_error")).encode()
     error = read_refusal(500, {}, body)
-    assert error.kind == "overloaded"
+    assert error.kind == ("malformed" if "Failed to call" in told else "overloaded")
     assert quoted[:20] in str(error)
 
 
@@ -568,7 +568,18 @@ def test_an_error_that_quotes_the_model_is_not_about_its_words(told: str, quoted
             "tokens (5000 in the messages, 1000 in the completion).",
             False,
         ),
+        (
+            "This model's maximum context length is 32768 tokens. However, you requested 33096 "
+            "tokens (29000 in your prompt; 4096 for the completion).",
+            False,
+        ),
+        (
+            "This model's maximum context length is 8192 tokens. However, you requested 8500 "
+            "tokens (500 in your prompt; 8000 for the completion).",
+            True,
+        ),
         ("input length and `max_tokens` exceed context limit: 297202 + 21333 > 200000", False),
+        ("input length and `max_tokens` exceed context limit: 197309 + 8192 > 200000", False),
         ("prompt is too long: 250000 tokens > 200000 maximum", False),
         ("the request exceeds the available context size (4096 tokens)", False),
     ],

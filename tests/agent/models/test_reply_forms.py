@@ -533,6 +533,28 @@ def with_ending(api: str, word: str | None) -> JSON:
     return body
 
 
+def test_an_ending_of_null_stays_doubtful_where_other_replies_have_one() -> None:
+    """A proxy writes it for a reply that it has cut."""
+    endings = ["stop", None, None, None, None]
+
+    async def run() -> None:
+        def answer(body: JSON, n: int) -> list[bytes]:
+            return [head(), dump(with_ending("openai_chat", endings[n - 1]))]
+
+        async with run_server(answer) as (root, asked):
+            model: RetryingModel = open_model(
+                settings_of("openai_chat", root), api_key="sk-test", on_retry=lambda retry: None
+            )
+            try:
+                for count in (1, 3, 5):
+                    await model.complete(Request([Message(role="user", content="Hi.")]))
+                    assert len(asked) == count
+            finally:
+                await model.close()
+
+    asyncio.run(run())
+
+
 @STREAMED
 @pytest.mark.parametrize("api", ["openai_chat", "anthropic_messages"])
 def test_an_ending_of_null_is_an_unknown_one(api: str, streamed: bool) -> None:

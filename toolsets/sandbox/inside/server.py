@@ -150,7 +150,7 @@ class Server:
             job = self._start_job(request)
         except (FileNotFoundError, PermissionError) as error:
             name = request["argv"][0] if kind == "command" else _PROGRAMS[kind]
-            if error.filename in (self._home, request.get("cwd")):
+            if error.filename is not None and error.filename in (self._home, request.get("cwd")):
                 name = error.filename
             message = f"{name}: {error.strerror}\n".encode()
             code = 127 if isinstance(error, FileNotFoundError) else 126
