@@ -264,7 +264,7 @@ def arguments_model(
     fields: dict[str, Any] = {}
     for name, hint in hints.items():
         default = parameters[name].default
-        own = _description_in(hint) or getattr(default, "description", None)
+        own = _find_description(hint) or getattr(default, "description", None)
         field = Field(alias=name, description=own or descriptions.get(name))
         missing = default is inspect.Parameter.empty
         fields[PREFIX + name] = (Annotated[hint, field], ... if missing else default)
@@ -283,7 +283,7 @@ def make_schema(model: type[BaseModel], tool_name: str) -> dict[str, Any]:
         raise TypeError(f"tool {tool_name}: {error.message.splitlines()[0]}") from error
 
 
-def _description_in(hint: Any) -> str | None:
+def _find_description(hint: Any) -> str | None:
     """The description of a parameter in its hint: that of a `Field`, else a text in `Annotated`."""
     if (described := FieldInfo.from_annotation(hint).description) is not None:
         return described

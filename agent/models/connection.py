@@ -26,6 +26,14 @@ NO_HEALTH_PATH = "none"
 """The value of `health_path` for servers that have no such path."""
 
 
+def strip_call_path(url: str) -> str:
+    """Return the base URL in the URL of a call, such as `http://host/v1/chat/completions`.
+
+    Other URLs do not change. The base URL of Anthropic's API ends before /v1.
+    """
+    return re.sub(r"/(?:(?:chat/)?completions|responses|(?:v1/)?messages)/?$", "", url)
+
+
 class Replication(msgspec.Struct, frozen=True):
     """An endpoint of several replicas, without a router in front of them."""
 

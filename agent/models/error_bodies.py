@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
+from agent.models.connection import strip_call_path
 from agent.models.endpoint_words import load_words, own_words
 from agent.models.errors import ModelError, classify_error
 from batch_trajectories.basics import exact_json
@@ -62,10 +63,6 @@ _RETRY_DELAY = re.compile(rb'"retryDelay": ?"(\d+(?:\.\d+)?)s"')
 """The pause in Google's `RetryInfo`."""
 
 
-_CALL_PATH = re.compile(r"(?:/v1/messages|/(?:chat/)?completions|/responses)/?$")
-"""What a request adds to a base URL."""
-
-
 class ErrorBody(NamedTuple):
     """The content of an error, whatever its form."""
 
@@ -88,7 +85,7 @@ def read_refusal(
 ) -> ModelError:
     """Read the error of a reply with an error status; `request` is the body that was refused."""
     if 300 <= status < 400:
-        place = _CALL_PATH.sub("", headers.get("location", "another place"))
+        place = strip_call_path(headers.get("location", "another place"))
         message = f"HTTP {status}: it has moved to {place}; give that as the base URL"
         return ModelError("not_found", message)
     error = read_error(body)

@@ -101,10 +101,11 @@ def mask_names(text: str) -> str:
 
     Such a sentence is mostly the message of another program, and the only difference.
     """
-    return _VALUES.sub(lambda found: _words_in(found[0]), text)
+    return _VALUES.sub(lambda found: _keep_sentence(found[0]), text)
 
 
-def _words_in(value: str) -> str:
+def _keep_sentence(value: str) -> str:
+    """Return the words of a quoted sentence; "" for any other value."""
     inner = value[1:-1]
     return re.sub(_NUMBERS, "", inner) if _SENTENCE.fullmatch(inner) else ""
 

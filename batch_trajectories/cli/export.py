@@ -254,7 +254,7 @@ _ADVICE = {
     "no_reward": "rewards come from `score RUN`, or from a run with --check_expected, --reward or "
     "a check in each row",
 }
-"""What gives the rows what they lack, by the reason why there are none."""
+"""How to get what a format needs, by the reason for which it left rows out."""
 
 
 def _warn_of_shared_filters(recipe: Recipe, manifest: Mapping[str, Any]) -> None:

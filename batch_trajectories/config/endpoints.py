@@ -12,15 +12,12 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
+from agent.models.connection import strip_call_path
 from agent.models.model import Price
 from batch_trajectories.basics.validation import HOLDS_SECRET
 
 _RESERVED = frozenset({"messages", "input", "model", "tools", "stream", "n"})
 """Fields of a request body that only this program may set."""
-
-
-_CALL_PATHS = ("/chat/completions", "/completions", "/responses", "/v1/messages", "/messages")
-"""What requests add to a base URL; the one of Anthropic's API ends before /v1."""
 
 
 def check_url(value: str) -> str:
@@ -38,9 +35,8 @@ def check_url(value: str) -> str:
         )
     _ = url.port  # raises ValueError if it is not a port number
     root = value.rstrip("/")
-    for path in _CALL_PATHS:
-        if root.endswith(path):
-            raise ValueError(f"must end before {path}: {root.removesuffix(path)}")
+    if (base := strip_call_path(root)) != root:
+        raise ValueError(f"must end before {root.removeprefix(base)}: {base}")
     return root
 
 

@@ -278,7 +278,7 @@ class TestDryRun:
     def test_a_start_names_columns_that_are_no_part_of_the_conversation(
         self, tmp_path: Path
     ) -> None:
-        """It says so before any call, and in run.log."""
+        """The start warns before any call, and in run.log."""
         user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "y"}
         tool = {"type": "function", "function": {"name": "add"}}
         shared = {"script": [{"content": "y"}], "tools": [tool]}

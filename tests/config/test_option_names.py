@@ -53,7 +53,7 @@ def test_a_name_that_is_gone_is_refused_with_what_to_do(tmp_path: Path, name: st
 
 
 def test_a_config_file_is_told_which_options_are_only_flags(tmp_path: Path) -> None:
-    """They are about one start: all options of the commands that no config has."""
+    """`ONLY_FLAGS` are all options of `run` and `estimate` that no config has."""
     own = {
         name.removeprefix("--")
         for command in (run, estimate)

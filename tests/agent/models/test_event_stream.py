@@ -45,7 +45,7 @@ def test_an_event_beyond_the_maximum_is_refused(part: bytes) -> None:
 
 
 def test_data_that_is_no_text_is_repaired() -> None:
-    """Also for other readers, inside an event and after the last one."""
+    """Bytes that are not UTF-8 are replaced inside an event and after the last one."""
     for event in (b"data: \xff", b'data: {"a": "\xff"}', b"event: x\ndata: \xff"):
         due = (event.replace(b"\xff", "\ufffd".encode()) + b"\n\n",)
         splitter = EventSplitter(1000)

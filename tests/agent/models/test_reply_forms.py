@@ -332,7 +332,7 @@ FRAMINGS: dict[str, Callable[[bytes], list[Piece]]] = {
 def test_a_whole_document_is_a_reply_whatever_its_framing(
     api: str, streamed: bool, framing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was paid for, and nothing of it is missing."""
+    """A whole reply was paid for, so it is not asked for again."""
     monkeypatch.setattr(reply_bodies, "_COUNTS_S", 0.05)
     pieces = FRAMINGS[framing](dump(counted(api)))
     reply, asked = ask(api, lambda body, n: pieces, streamed=streamed)
@@ -520,7 +520,7 @@ def test_a_server_that_refuses_stream_options_gets_none(
     assert "refuses stream_options" in caplog.text
 
 
-def with_ending(api: str, word: str | None) -> JSON:
+def set_ending(api: str, word: str | None) -> JSON:
     """A whole reply that ended for this reason."""
     body = whole_reply(api)
     match api:
@@ -539,7 +539,7 @@ def test_an_ending_of_null_stays_doubtful_where_other_replies_have_one() -> None
 
     async def run() -> None:
         def answer(body: JSON, n: int) -> list[bytes]:
-            return [head(), dump(with_ending("openai_chat", endings[n - 1]))]
+            return [head(), dump(set_ending("openai_chat", endings[n - 1]))]
 
         async with run_server(answer) as (root, asked):
             model: RetryingModel = open_model(
@@ -561,7 +561,7 @@ def test_an_ending_of_null_is_an_unknown_one(api: str, streamed: bool) -> None:
     """Some servers give no reason in any of their whole replies; a cut stream has none either."""
 
     async def run() -> None:
-        whole = [head(), dump(with_ending(api, None))]
+        whole = [head(), dump(set_ending(api, None))]
         async with run_server(lambda body, n: whole) as (root, asked):
             model: RetryingModel = open_model(
                 settings_of(api, root, stream_replies=streamed),
@@ -582,7 +582,7 @@ def test_an_ending_of_null_is_an_unknown_one(api: str, streamed: bool) -> None:
     cut = [head(kind="text/event-stream"), sse(parts_of(api)[:-1])]
     with pytest.raises(ModelError, match=r"has no (finish|stop)_reason"):
         ask(api, lambda body, n: cut, streamed=streamed)
-    empty = with_ending(api, None)
+    empty = set_ending(api, None)
     text: JSON = empty["choices"][0]["message"] if api == "openai_chat" else empty
     text["content"] = [] if api == "anthropic_messages" else ""
     with pytest.raises(ModelError, match="reason is 'null'"):
@@ -595,7 +595,7 @@ def test_an_unknown_ending_is_asked_for_again_once(api: str, streamed: bool) -> 
     """And then no more, by this and later calls: nothing is paid eight times for a word."""
 
     async def run() -> None:
-        async with run_server(lambda body, n: [head(), dump(with_ending(api, "weary"))]) as (
+        async with run_server(lambda body, n: [head(), dump(set_ending(api, "weary"))]) as (
             root,
             asked,
         ):
@@ -632,7 +632,7 @@ def test_a_reply_whose_calls_were_lost_is_asked_for_again(
     async def run() -> None:
         words = [word, {"openai_chat": "stop", "anthropic_messages": "end_turn"}[api], word, word]
         async with run_server(
-            lambda body, n: [head(), dump(with_ending(api, words[n - 1]))],
+            lambda body, n: [head(), dump(set_ending(api, words[n - 1]))],
         ) as (root, asked):
             retries: list[str] = []
             model: RetryingModel = open_model(
